@@ -1,0 +1,19 @@
+"""Stagecoach: Kimi-K3-class models across pipeline stages and tensor-parallel ranks."""
+
+from stagecoach.config import EngineConfig
+from stagecoach.errors import StagecoachError
+from stagecoach.llm import LLM
+from stagecoach.outputs import CompletionOutput, RequestOutput
+from stagecoach.request import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StagecoachError",
+    "__version__",
+]

@@ -1,0 +1,43 @@
+"""The command line: `stagecoach COMMAND`.
+
+Owns the list of commands and the exit status: 0 only if the command did what it says. Results
+go to stdout, everything else to stderr.
+"""
+
+import sys
+
+import typer
+
+from stagecoach.cli.demo import demo
+from stagecoach.cli.evaluate import evaluate
+from stagecoach.cli.generate import generate
+from stagecoach.cli.options import with_engine_options
+from stagecoach.cli.support import support
+from stagecoach.errors import StagecoachError
+
+app = typer.Typer(
+    name="stagecoach",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Serve Kimi-K3-class models across pipeline stages and tensor-parallel ranks.",
+)
+app.command("generate")(with_engine_options(generate))
+app.command("demo")(with_engine_options(demo))
+app.command("eval")(with_engine_options(evaluate))
+app.command("support")(support)
+
+
+def main() -> None:
+    """Run one command; errors that were raised on purpose are one line on stderr."""
+    try:
+        app()
+    except StagecoachError as error:
+        sys.stderr.write(f"stagecoach: {type(error).__name__}: {error}\n")
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

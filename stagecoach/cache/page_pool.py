@@ -1,0 +1,17 @@
+"""Pages of MLA cache, by number: which are free.
+
+A page holds a fixed number of tokens of every MLA layer of a stage; its number is the same on
+all stages and ranks. Owns no content and knows no request.
+"""
+
+from stagecoach.cache.id_pool import IdPool
+
+NUM_RESERVED_PAGES = 1  # page 0, the null page: padded page tables point at it
+
+
+class PagePool(IdPool):
+    """Pages 1..num_pages-1; page 0 is the null page and is never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > NUM_RESERVED_PAGES, f"no page beside the null page: {num_pages}"
+        super().__init__("page", NUM_RESERVED_PAGES, num_pages)

@@ -1,0 +1,19 @@
+"""Slots of KDA state, by number: which are free.
+
+A slot holds one request's recurrent and convolution state of every KDA layer of a stage, and
+the record of its newest window; its number is the same on all stages and ranks. A running
+request owns one slot: its first chunk reads the zero slot and writes the own one, every later
+segment reads and writes it in place.
+"""
+
+from stagecoach.cache.id_pool import IdPool
+
+NUM_RESERVED_SLOTS = 1  # slot 0 holds zeros for ever: the state before the first token
+
+
+class StateSlots(IdPool):
+    """Slots 1..num_slots-1; slot 0 holds zeros and is never handed out."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots > NUM_RESERVED_SLOTS, f"no slot beside the zero slot: {num_slots}"
+        super().__init__("state slot", NUM_RESERVED_SLOTS, num_slots)

@@ -1,0 +1,122 @@
+"""`stagecoach demo`: the bundled model on two stages and two ranks answers a few prompts."""
+
+import sys
+import time
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stagecoach.demo.example import Example
+from stagecoach.demo.evaluation import render_prompt
+from stagecoach.demo.tasks import FAMILIES, generate
+from stagecoach.llm import LLM
+from stagecoach.outputs import RequestOutput
+from stagecoach.request import SamplingParams
+from stagecoach.text import chat_format
+
+_MAX_SHOWN = 600  # characters of a long prompt
+
+
+class _Answer(NamedTuple):
+    family: str
+    output: RequestOutput
+    seconds: float
+
+
+def demo(
+    *,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask this instead of the built-in prompts; may be given several times."),
+    ] = None,
+    eval_seed: Annotated[int, typer.Option(help="Which built-in prompts.")] = 7,
+    engine_options: dict[str, Any],
+) -> None:
+    """Start the bundled Kimi-K3 in miniature, split over pp 2 x tp 2 unless told otherwise."""
+    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **engine_options}
+    console = Console(stderr=True)
+    began = time.perf_counter()
+    with LLM("demo", **options) as llm:
+        console.print(f"Ready in {time.perf_counter() - began:.1f} s: {_layout(llm)}\n")
+        answers = [_answer(llm, family, example) for family, example in _questions(prompt, eval_seed)]
+        Console().print(_table(llm, answers))
+
+
+def _questions(prompts: list[str] | None, seed: int) -> list[tuple[str, Example | str]]:
+    if prompts:
+        return [("yours", prompt) for prompt in prompts]
+    return [(family, generate(family, seed, 0, "held_out")) for family in FAMILIES]
+
+
+def _answer(llm: LLM, family: str, question: Example | str) -> _Answer:
+    """Show the question, then the answer as it is written."""
+    if isinstance(question, Example):
+        token_ids = render_prompt(llm, question)
+        messages = question.messages
+    else:
+        messages = ({"role": "user", "content": question},)
+        token_ids = llm.render_chat(messages)
+    sys.stdout.write(f"[{family}] {len(token_ids)} prompt tokens\n")
+    for message in messages:
+        sys.stdout.write(f"{message['role']}: {_shorten(str(message.get('content') or ''))}\n")
+    sys.stdout.write("assistant: ")
+    params = SamplingParams(temperature=0.0, max_tokens=512, skip_special_tokens=False)
+    began = time.perf_counter()
+    num_shown = 0
+    for output in llm.stream(token_ids, params):
+        text = _readable(output.outputs[0].text)
+        sys.stdout.write(text[num_shown:])
+        sys.stdout.flush()
+        num_shown = max(num_shown, len(text))
+    sys.stdout.write("\n\n")
+    return _Answer(family, output, time.perf_counter() - began)
+
+
+def _readable(text: str) -> str:
+    """Channel markers as short tags; a marker that is not complete yet stays out."""
+    for marker, tag in (
+        (chat_format.OPEN, "<"),
+        (chat_format.CLOSE, "</"),
+        (chat_format.SEP, ">"),
+        (chat_format.END_OF_MESSAGE, ""),
+    ):
+        text = text.replace(marker, tag)
+    return text
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_SHOWN:
+        return text
+    half = _MAX_SHOWN // 2
+    return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+
+
+def _layout(llm: LLM) -> str:
+    engine = llm.config.engine
+    layers = " + ".join(map(str, llm.config.partition))
+    return (
+        f"{engine.pipeline_parallel_size} stages ({layers} layers) x "
+        f"{engine.tensor_parallel_size} tensor-parallel ranks, {llm.config.dtype}"
+    )
+
+
+def _table(llm: LLM, answers: list[_Answer]) -> Table:
+    table = Table(title=_layout(llm))
+    for column in ("prompt", "prompt tokens", "prefill ms", "output tokens", "decode tokens/s"):
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    for answer in answers:
+        timings = answer.output.timings
+        first = timings.first_token_seconds or 0.0
+        num_tokens = len(answer.output.outputs[0].token_ids)
+        decode_seconds = timings.total_seconds - first
+        rate = (num_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
+        table.add_row(
+            answer.family,
+            str(len(answer.output.prompt_token_ids)),
+            f"{first * 1000:.0f}",
+            str(num_tokens),
+            f"{rate:.1f}",
+        )
+    return table

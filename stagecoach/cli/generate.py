@@ -1,0 +1,176 @@
+"""`stagecoach generate`: complete prompts and print them, or one JSON object."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from stagecoach.errors import RequestError
+from stagecoach.llm import LLM, Prompt
+from stagecoach.outputs import RequestOutput
+from stagecoach.request import SamplingParams
+
+_SAMPLING = "Sampling options"
+
+
+def generate(
+    *,
+    model: Annotated[
+        str, typer.Option(help="Checkpoint folder, or `demo` or `tiny`.")
+    ] = "demo",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file with one prompt a line.")
+    ] = None,
+    prompt_token_ids: Annotated[
+        list[str] | None, typer.Option(help="A prompt as token ids, as in `[1, 2, 3]`.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Each prompt is a user's message in the model's chat format.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with `outputs` and `stats`.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
+    top_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 256,
+    min_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 0,
+    sampling_seed: Annotated[
+        int | None, typer.Option(rich_help_panel=_SAMPLING, help="Seed of every prompt.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", rich_help_panel=_SAMPLING, help="Completions.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(rich_help_panel=_SAMPLING, help="A stop string.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(rich_help_panel=_SAMPLING, help="A stop token.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(rich_help_panel=_SAMPLING)] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_SAMPLING, help="Alternatives reported for each token."),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(rich_help_panel=_SAMPLING, help="The same for the prompt.")
+    ] = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Complete one or many prompts. One prompt without --json is printed as it is written."""
+    prompts = _collect_prompts(prompt, prompt_file, prompt_token_ids)
+    params = SamplingParams(
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        seed=sampling_seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=not chat,
+    )
+    with LLM(model, **engine_options) as llm:
+        if chat:
+            prompts = [
+                llm.render_chat([{"role": "user", "content": text}])
+                if isinstance(text, str)
+                else text
+                for text in prompts
+            ]
+        if as_json:
+            outputs = llm.generate(prompts, params)
+            sys.stdout.write(_to_json(outputs, llm) + "\n")
+        elif len(prompts) == 1 and n == 1:
+            _print_stream(llm, prompts[0], params)
+        else:
+            _print_blocks(llm.generate(prompts, params))
+
+
+def _collect_prompts(
+    prompt: list[str] | None, prompt_file: Path | None, prompt_token_ids: list[str] | None
+) -> list[Prompt]:
+    prompts: list[Prompt] = list(prompt or ())
+    if prompt_file is not None:
+        try:
+            prompts += prompt_file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise RequestError("prompt_file", str(error)) from None
+    for text in prompt_token_ids or ():
+        try:
+            prompts.append(msgspec.json.decode(text, type=list[int]))
+        except msgspec.DecodeError:
+            raise RequestError(
+                "prompt_token_ids", f"must be a JSON list of integers, not {text!r}"
+            ) from None
+    if not prompts:
+        raise RequestError("prompt", "none given; use --prompt TEXT")
+    return prompts
+
+
+def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    num_printed = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        sys.stdout.write(text[num_printed:])
+        sys.stdout.flush()
+        num_printed = len(text)
+    sys.stdout.write("\n")
+
+
+def _print_blocks(outputs: list[RequestOutput]) -> None:
+    for number, output in enumerate(outputs):
+        for completion in output.outputs:
+            sys.stdout.write(f"--- prompt {number}, completion {completion.index}\n")
+            sys.stdout.write(completion.text + "\n")
+
+
+def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
+    """`outputs` has one entry a completion, in the order of prompts."""
+    entries = [
+        {
+            "prompt_index": number,
+            "index": completion.index,
+            "prompt_token_ids": output.prompt_token_ids,
+            "token_ids": completion.token_ids,
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "logprobs": None
+            if completion.logprobs is None
+            else [_logprob_object(entry) for entry in completion.logprobs],
+            "prompt_logprobs": None
+            if output.prompt_logprobs is None
+            else [
+                None if entry is None else _logprob_object(entry)
+                for entry in output.prompt_logprobs
+            ],
+            "num_cached_tokens": output.num_cached_tokens,
+            "timings": msgspec.to_builtins(output.timings),
+        }
+        for number, output in enumerate(outputs)
+        for completion in output.outputs
+    ]
+    stats = msgspec.to_builtins(llm.stats())
+    for name in ("type", "query_id"):
+        stats.pop(name)
+    return msgspec.json.encode({"outputs": entries, "stats": stats}).decode()
+
+
+def _logprob_object(entry: Any) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in entry.__struct_fields__}

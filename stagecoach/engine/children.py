@@ -1,0 +1,119 @@
+"""What runs in the processes and threads that `launch.py` starts.
+
+Imports of torch and of all that needs it stand inside the workers' functions: the engine
+loop imports this module too, and must stay free of torch.
+"""
+
+import os
+import threading
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine.loop import EngineLoop
+from stagecoach.engine.messages import WorkerFailed
+from stagecoach.engine.ports import QueueHub, WorkerPort, ZmqLoopPort, ZmqWorkerPort
+from stagecoach.errors import StagecoachError
+from stagecoach.observe import log
+from stagecoach.pipeline.topology import Topology, WorkerId
+
+_logger = log.get_logger(__name__)
+
+
+def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None:
+    """Main function of the engine loop's process."""
+    _end_with_owner(lifeline)
+    log.configure("engine", level=config.engine.log_level)
+    port = ZmqLoopPort(folder, config.engine.num_workers)
+    try:
+        EngineLoop(config, port).run()
+    except StagecoachError as error:
+        # Clients have been told; the text is theirs to show.
+        _logger.debug("%s", error)
+        raise SystemExit(1) from None
+    finally:
+        port.close()
+
+
+def run_worker(
+    config: ResolvedConfig, worker: WorkerId, folder: Path, lifeline: Connection
+) -> None:
+    """Main function of a worker process."""
+    from stagecoach.engine.worker import Worker
+    from stagecoach.pipeline import process_links
+
+    _end_with_owner(lifeline)
+    log.configure(worker.name, level=config.engine.log_level)
+    # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _use_threads(config)
+    port = ZmqWorkerPort(folder, worker.rank)
+    try:
+        links = process_links.connect(worker, _topology(config), folder / "rendezvous")
+        Worker(config, worker, links, port).run()
+        process_links.disconnect()
+    except Exception as error:  # noqa: BLE001 - the process ends here and says why
+        _report(port, worker, error)
+        raise SystemExit(1) from None
+    finally:
+        port.close()
+
+
+def start_worker_threads(
+    config: ResolvedConfig, topology: Topology, hub: QueueHub
+) -> list[threading.Thread]:
+    """All workers of the `uni` backend, started."""
+    from stagecoach.engine.worker import Worker
+    from stagecoach.pipeline.thread_links import ThreadMesh
+
+    _use_threads(config)
+    mesh = ThreadMesh(topology)
+
+    def run(worker: WorkerId) -> None:
+        port = hub.worker_port(worker.rank)
+        try:
+            Worker(config, worker, mesh.links(worker), port).run()
+        except Exception as error:  # noqa: BLE001 - the thread ends here and says why
+            _report(port, worker, error)
+            mesh.close()
+
+    threads = [
+        threading.Thread(target=run, args=(worker,), name=worker.name, daemon=True)
+        for worker in topology.workers
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
+    if not isinstance(error, StagecoachError):
+        _logger.error("%s failed", worker.name, exc_info=error)
+    reason = str(error) or repr(error)
+    port.send(WorkerFailed(worker=worker.name, kind=type(error).__name__, reason=reason))
+
+
+def _topology(config: ResolvedConfig) -> Topology:
+    return Topology(
+        num_stages=config.engine.pipeline_parallel_size,
+        tp_size=config.engine.tensor_parallel_size,
+    )
+
+
+def _use_threads(config: ResolvedConfig) -> None:
+    import torch
+
+    num_threads = config.engine.num_threads
+    if num_threads is None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // config.engine.num_workers)
+    torch.set_num_threads(num_threads)
+
+
+def _end_with_owner(lifeline: Connection) -> None:
+    """End this process when its owner's end of the pipe closes, however the owner died."""
+
+    def wait_for_owner() -> None:
+        wait([lifeline])
+        os._exit(1)
+
+    threading.Thread(target=wait_for_owner, name="lifeline", daemon=True).start()

@@ -1,0 +1,234 @@
+"""The engine as its users see it: submit, abort, stream, close.
+
+Used by `llm.py` and by the server alike. Owns the started engine and one receiving thread,
+which hands each request's progress to the sink that came with it. Knows no text.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine.launch import RunningEngine, launch
+from stagecoach.engine.messages import (
+    Abort,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    GetStats,
+    LoadProgress,
+    Outputs,
+    RequestRefused,
+    Submit,
+    ToClient,
+)
+from stagecoach.engine.ports import CLIENT_SHIFT
+from stagecoach.errors import EngineDeadError, RequestError, StagecoachError, error_class
+from stagecoach.request import SamplingParams, check_prompt
+from stagecoach.schedule.commit import Progress
+
+# Called in the receiving thread, in order, until the progress that has a finish reason or
+# an error: must return at once.
+Sink = Callable[[Progress | StagecoachError], None]
+
+_POLL_SECONDS = 0.1
+
+
+class EngineClient:
+    """Starts an engine and serves requests through it; closing ends all its processes."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        on_load_progress: Callable[[LoadProgress], None] | None = None,
+    ) -> None:
+        """Start the engine and wait until it serves.
+
+        Raises:
+            ConfigError, CheckpointError, EngineDeadError: why it does not.
+        """
+        self.config = config
+        self._on_load_progress = on_load_progress
+        self._lock = threading.Lock()
+        self._sinks: dict[int, Sink] = {}
+        self._stats_waiters: dict[int, _StatsWaiter] = {}
+        self._ids = itertools.count(1)
+        self._failure: StagecoachError | None = None
+        self._is_closed = False
+        self._ready = threading.Event()
+        self.ready: EngineReady | None = None
+        self._engine: RunningEngine = launch(config)
+        self._receiver = threading.Thread(target=self._receive, name="engine client", daemon=True)
+        self._receiver.start()
+        self._ready.wait()
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    @property
+    def engine(self) -> RunningEngine:
+        return self._engine
+
+    @property
+    def failure(self) -> StagecoachError | None:
+        """Why the engine no longer serves, or None."""
+        return self._failure
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what could never be served; touches nothing.
+
+        Raises:
+            RequestError: names the field.
+        """
+        vocab_size = self.config.model.vocab_size
+        check_prompt(
+            tuple(prompt_token_ids), vocab_size=vocab_size, limit=self.config.max_model_len - 1
+        )
+        params.check(vocab_size=vocab_size, max_model_len=self.config.max_model_len)
+
+    def submit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink
+    ) -> int:
+        """Queue one completion (`params.n` is the caller's business); returns its id.
+
+        Raises:
+            RequestError: the request is refused.
+            EngineDeadError: the engine is gone.
+        """
+        self.check(prompt_token_ids, params)
+        number = next(self._ids)
+        request_id = (0 << CLIENT_SHIFT) | number
+        seed = params.seed if params.seed is not None else self._derived_seed(number)
+        with self._lock:
+            self._raise_failure()
+            self._sinks[request_id] = sink
+        self._engine.port.send(
+            Submit(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt_token_ids),
+                params=params,
+                seed=seed,
+            )
+        )
+        return request_id
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forget requests; their sinks hear nothing more."""
+        with self._lock:
+            for request_id in request_ids:
+                self._sinks.pop(request_id, None)
+        if self._failure is None:
+            self._engine.port.send(Abort(request_ids=tuple(request_ids)))
+
+    def stats(self, timeout_seconds: float = 5.0) -> EngineStats:
+        """Counts of the engine.
+
+        Raises:
+            EngineDeadError: the engine is gone, or did not answer in time.
+        """
+        waiter = _StatsWaiter()
+        query_id = next(self._ids)
+        with self._lock:
+            self._raise_failure()
+            self._stats_waiters[query_id] = waiter
+        self._engine.port.send(GetStats(query_id=query_id))
+        waiter.arrived.wait(timeout_seconds)
+        with self._lock:
+            self._stats_waiters.pop(query_id, None)
+            if waiter.stats is None:
+                self._raise_failure()
+                raise EngineDeadError(f"the engine loop did not answer in {timeout_seconds:g} s")
+        return waiter.stats
+
+    def close(self) -> None:
+        """End the engine; requests still waiting end with an EngineDeadError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._receiver.join()
+        self._engine.stop()
+        self._fail(EngineDeadError("the engine was closed"))
+
+    def _derived_seed(self, number: int) -> int:
+        # Any injective map will do: noise is keyed by all 64 bits.
+        return (self.config.engine.seed << 32 | number) & (2**63 - 1)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+        if self._is_closed:
+            raise EngineDeadError("the engine was closed")
+
+    def _receive(self) -> None:
+        while not self._is_closed:
+            message = self._engine.port.receive(_POLL_SECONDS)
+            if message is not None:
+                self._handle(message)
+            elif (failure := self._engine.failure()) is not None:
+                self._fail(failure)
+            if self._failure is not None:
+                return
+
+    def _handle(self, message: ToClient) -> None:
+        match message:
+            case Outputs(items=items):
+                for progress in items:
+                    self._deliver(progress)
+            case RequestRefused(request_id=request_id, field=field, reason=reason):
+                with self._lock:
+                    sink = self._sinks.pop(request_id, None)
+                if sink is not None:
+                    sink(RequestError(field, reason))
+            case EngineStats(query_id=query_id):
+                waiter = self._stats_waiters.get(query_id)
+                if waiter is not None:
+                    waiter.stats = message
+                    waiter.arrived.set()
+            case LoadProgress():
+                if self._on_load_progress is not None:
+                    self._on_load_progress(message)
+            case EngineReady():
+                self.ready = message
+                self._ready.set()
+            case EngineFailed(kind=kind, reason=reason):
+                self._fail(self._first_cause(error_class(kind)(reason)))
+
+    def _deliver(self, progress: Progress) -> None:
+        with self._lock:
+            sink = self._sinks.get(progress.request_id)
+            if progress.finish_reason is not None:
+                self._sinks.pop(progress.request_id, None)
+        if sink is not None:
+            sink(progress)
+
+    def _first_cause(self, reported: StagecoachError) -> StagecoachError:
+        """A killed worker breaks its neighbours' connections: prefer the one that was killed."""
+        if not isinstance(reported, EngineDeadError):
+            return reported
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            failure = self._engine.failure()
+            if failure is not None:
+                return failure if "killed" in str(failure) else reported
+            time.sleep(0.02)
+        return reported
+
+    def _fail(self, failure: StagecoachError) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            sinks = list(self._sinks.values())
+            self._sinks.clear()
+            waiters = list(self._stats_waiters.values())
+        for sink in sinks:
+            sink(failure)
+        for waiter in waiters:
+            waiter.arrived.set()
+        self._ready.set()
+
+
+class _StatsWaiter:
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.stats: EngineStats | None = None

@@ -1,0 +1,193 @@
+"""Start, watch and stop the processes of one engine.
+
+The process that calls `launch` owns the engine: it starts the loop and the workers, notices
+within a second when one of them ends, and ends the others. Children hold one end of a
+lifeline pipe, so that they end with their owner however it dies.
+
+With the `uni` backend the same classes run as threads of the calling process.
+"""
+
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine import children
+from stagecoach.engine.loop import EngineLoop
+from stagecoach.engine.messages import Shutdown
+from stagecoach.engine.ports import ClientPort, QueueHub, ZmqClientPort
+from stagecoach.errors import EngineDeadError, WorkerDiedError
+from stagecoach.pipeline.topology import Topology
+
+_STOP_SECONDS = 5.0
+_KILL_SECONDS = 2.0
+# After the first sign of a failure, how long to look for the process that caused it.
+_BLAME_SECONDS = 0.3
+
+
+class RunningEngine(Protocol):
+    """An engine that was started here."""
+
+    port: ClientPort
+
+    def failure(self) -> EngineDeadError | None:
+        """Why the engine ended, once it did unasked."""
+
+    def stop(self) -> None:
+        """End everything in order, then by force; returns when all have ended."""
+
+
+def launch(config: ResolvedConfig) -> RunningEngine:
+    """Start an engine with the backend that the config names."""
+    if config.engine.distributed_executor_backend == "uni":
+        return ThreadEngine(config)
+    return ProcessEngine(config)
+
+
+class ProcessEngine:
+    """Engine loop and workers as processes on this host."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="stagecoach-"))
+        self._failure: EngineDeadError | None = None
+        self._is_stopping = threading.Event()
+        topology = Topology(
+            num_stages=config.engine.pipeline_parallel_size,
+            tp_size=config.engine.tensor_parallel_size,
+        )
+        # The loop must not hold torch; workers fork from a server that has imported it.
+        loop_context = multiprocessing.get_context("spawn")
+        worker_context = multiprocessing.get_context("forkserver")
+        worker_context.set_forkserver_preload(["stagecoach.engine.worker"])
+        lifeline, self._lifeline = loop_context.Pipe(duplex=False)
+        self._processes: dict[str, BaseProcess] = {}
+        self._start(
+            "engine loop", loop_context.Process, children.run_loop, config, self._folder, lifeline
+        )
+        for worker in topology.workers:
+            self._start(
+                worker.name,
+                worker_context.Process,
+                children.run_worker,
+                config,
+                worker,
+                self._folder,
+                lifeline,
+            )
+        lifeline.close()
+        self.port: ClientPort = ZmqClientPort(self._folder, client=0)
+        self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
+        self._watcher.start()
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """Process id by name, e.g. `worker[0,1]`."""
+        return {
+            name: process.pid
+            for name, process in self._processes.items()
+            if process.pid is not None
+        }
+
+    def failure(self) -> EngineDeadError | None:
+        return self._failure
+
+    def stop(self) -> None:
+        if not self._is_stopping.is_set():
+            self._is_stopping.set()
+            self.port.send(Shutdown())
+        end_processes(list(self._processes.values()), grace_seconds=_STOP_SECONDS)
+        self._lifeline.close()
+        self._watcher.join()
+        self.port.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(
+        self, name: str, process_class: Callable[..., BaseProcess], target: Callable[..., None],
+        *arguments: object,
+    ) -> None:
+        process = process_class(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+        self._processes[name] = process
+
+    def _watch(self) -> None:
+        by_sentinel = {process.sentinel: name for name, process in self._processes.items()}
+        ended = wait(list(by_sentinel))
+        if self._is_stopping.is_set():
+            return
+        time.sleep(_BLAME_SECONDS)
+        self._failure = WorkerDiedError(self._describe([by_sentinel[item] for item in ended]))
+        end_processes(list(self._processes.values()), grace_seconds=0.0)
+
+    def _describe(self, first_ended: list[object]) -> str:
+        """Who died, killed ones first: a neighbour's broken connection is only a consequence."""
+        exit_codes = {name: process.exitcode for name, process in self._processes.items()}
+        killed = [name for name, code in exit_codes.items() if code is not None and code < 0]
+        names = killed or [str(name) for name in first_ended]
+        return "; ".join(f"{name} {_ending(exit_codes[name])}" for name in names)
+
+
+class ThreadEngine:
+    """Engine loop and workers as threads of this process."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._failure: EngineDeadError | None = None
+        topology = Topology(
+            num_stages=config.engine.pipeline_parallel_size,
+            tp_size=config.engine.tensor_parallel_size,
+        )
+        hub = QueueHub(topology.num_workers)
+        self.port: ClientPort = hub
+        self._threads = children.start_worker_threads(config, topology, hub)
+        loop_thread = threading.Thread(
+            target=self._run_loop, args=(EngineLoop(config, hub),), name="engine loop", daemon=True
+        )
+        loop_thread.start()
+        self._threads.append(loop_thread)
+
+    def failure(self) -> EngineDeadError | None:
+        return self._failure
+
+    def stop(self) -> None:
+        self.port.send(Shutdown())
+        for thread in self._threads:
+            thread.join(_STOP_SECONDS)
+
+    def _run_loop(self, loop: EngineLoop) -> None:
+        try:
+            loop.run()
+        except EngineDeadError as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - the loop ends here; clients get the cause
+            self._failure = EngineDeadError(str(error) or repr(error))
+
+
+def end_processes(processes: list[BaseProcess], grace_seconds: float) -> None:
+    """Join, then terminate, then kill; returns when all have ended."""
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + _KILL_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "hangs"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with status {exit_code}"

@@ -1,0 +1,295 @@
+"""The engine loop: admit, plan, launch, collect, commit.
+
+Owns the scheduler and the plans in flight. Imports no torch: workers are reached through a
+port, whether they are processes or threads. One result is committed per turn, so that what
+is scheduled depends on the order of events and never on how fast they come.
+"""
+
+import time
+from stagecoach.cache.memory_plan import MemoryNeeds, plan_memory
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine.messages import (
+    Abort,
+    Allocate,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    GetStats,
+    Hello,
+    LoadProgress,
+    Outputs,
+    PlanDone,
+    RequestRefused,
+    RunPlan,
+    Shutdown,
+    StepEcho,
+    Submit,
+    ToClient,
+    WorkerAllocated,
+    WorkerFailed,
+    WorkerReady,
+)
+from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
+from stagecoach.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    PlanDivergenceError,
+    RequestError,
+    StagecoachError,
+    WorkerDiedError,
+    error_class,
+)
+from stagecoach.request import Request
+from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.scheduler import Scheduler
+from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
+
+
+class EngineLoop:
+    """Serves the clients of one engine until a Shutdown or a failure."""
+
+    def __init__(self, config: ResolvedConfig, port: LoopPort) -> None:
+        self._config = config
+        self._port = port
+        self._clients: set[int] = set()
+        self._ready: EngineReady | None = None
+        self._is_stopping = False
+        # Digests that workers which do not sample still owe, by step.
+        self._unechoed: dict[int, tuple[bytes, int]] = {}
+        self._scheduler: Scheduler | None = None
+        self._counters = _Counters()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self._scheduler is not None, "start() comes first"
+        return self._scheduler
+
+    def run(self) -> None:
+        """Start, then step until the end; the last message to clients says how it ended."""
+        try:
+            self.start()
+            while not self._is_stopping:
+                self.step()
+            self._port.send_workers(Shutdown())
+        except Exception as error:
+            self._announce_failure(error)
+            raise
+
+    def start(self) -> None:
+        """Wait for the weights, plan the memory, have it allocated.
+
+        Raises:
+            CapacityError: the configuration does not fit the workers' memory.
+            WorkerDiedError: a worker could not load.
+        """
+        began = time.monotonic()
+        engine = self._config.engine
+        needs: dict[str, MemoryNeeds] = {}
+        while len(needs) < engine.num_workers and not self._is_stopping:
+            message = self._next_worker_message()
+            if isinstance(message, WorkerReady):
+                needs[message.worker] = message.needs
+        memory = plan_memory(
+            list(needs.values()),
+            max_num_seqs=engine.max_num_seqs,
+            max_model_len=self._config.max_model_len,
+            block_size=engine.block_size,
+            num_gpu_blocks_override=engine.num_gpu_blocks_override,
+        )
+        self._port.send_workers(Allocate(memory=memory))
+        num_allocated = 0
+        while num_allocated < engine.num_workers and not self._is_stopping:
+            num_allocated += isinstance(self._next_worker_message(), WorkerAllocated)
+        self._scheduler = Scheduler(
+            num_stages=engine.pipeline_parallel_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            block_size=engine.block_size,
+            max_model_len=self._config.max_model_len,
+            num_pages=memory.num_pages,
+            num_slots=memory.num_slots,
+            eos_token_ids=self._config.model.eos_token_ids,
+            vocab_size=self._config.model.vocab_size,
+            debug_poison=engine.debug_poison,
+        )
+        self._ready = EngineReady(
+            num_pages=memory.num_pages,
+            num_slots=memory.num_slots,
+            load_seconds=time.monotonic() - began,
+        )
+        for client in self._clients:
+            self._port.send_client(client, self._ready)
+
+    def step(self) -> None:
+        """One turn; blocks only when there is nothing to launch."""
+        self._admit()
+        if self._is_stopping:
+            return
+        began = time.perf_counter()
+        while self.scheduler.can_launch and (plan := self.scheduler.plan()) is not None:
+            self._launch(plan)
+        self._counters.loop_seconds += time.perf_counter() - began
+        result = self._collect()
+        if result is not None:
+            began = time.perf_counter()
+            self._commit(result)
+            self._counters.loop_seconds += time.perf_counter() - began
+        elif not self.scheduler.has_work and self._config.engine.debug_poison:
+            self.scheduler.check_idle()
+
+    def _admit(self) -> None:
+        for client, message in self._port.receive_clients():
+            match message:
+                case Submit():
+                    self._submit(client, message)
+                case Abort(request_ids=request_ids):
+                    for request_id in request_ids:
+                        self.scheduler.abort(request_id)
+                case GetStats(query_id=query_id):
+                    self._port.send_client(client, self._stats(query_id))
+                case Hello():
+                    self._clients.add(client)
+                    if self._ready is not None:
+                        self._port.send_client(client, self._ready)
+                case Shutdown():
+                    self._is_stopping = True
+
+    def _submit(self, client: int, message: Submit) -> None:
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            params=message.params,
+            seed=message.seed,
+            max_tokens=message.params.max_tokens or self._config.max_model_len,
+            arrival_time=time.monotonic(),
+        )
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            refused = RequestRefused(
+                request_id=message.request_id, field=error.field, reason=error.reason
+            )
+            self._port.send_client(client, refused)
+        else:
+            self._counters.num_prompt_tokens += len(message.prompt_token_ids)
+
+    def _launch(self, plan: StepPlan) -> None:
+        encoded = self.scheduler.plan_in_flight(plan.step).encoded
+        num_echoes = self._config.engine.num_workers - 1
+        if num_echoes:
+            self._unechoed[plan.step] = (plan_digest(encoded), num_echoes)
+        self._port.send_workers(RunPlan(encoded_plan=encoded))
+
+    def _collect(self) -> StepResult | None:
+        """The oldest plan's result, or None when a client wants something first.
+
+        Raises:
+            WorkerDiedError: a worker reported its failure.
+            PlanDivergenceError: a worker echoed another digest.
+        """
+        while True:
+            received = self._port.receive_worker()
+            if received is None:
+                self._port.wait(None)
+                received = self._port.receive_worker()
+            if received is None:
+                return None
+            match received[1]:
+                case PlanDone(result=result):
+                    return result
+                case StepEcho() as echo:
+                    self._check_echo(echo)
+                case WorkerFailed() as failed:
+                    raise _worker_error(failed)
+
+    def _commit(self, result: StepResult) -> None:
+        counters = self._counters
+        counters.num_steps += 1
+        counters.forward_seconds += result.forward_seconds
+        counters.wait_seconds += result.wait_seconds
+        counters.step_seconds += result.step_seconds
+        outputs: dict[int, list[Progress]] = {}
+        for progress in self.scheduler.commit(result):
+            counters.num_generated_tokens += len(progress.token_ids)
+            outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
+        for client, items in outputs.items():
+            self._port.send_client(client, Outputs(items=tuple(items)))
+
+    def _check_echo(self, echo: StepEcho) -> None:
+        digest, num_missing = self._unechoed[echo.step]
+        if echo.digest != digest:
+            raise PlanDivergenceError(f"{echo.worker} ran another plan as step {echo.step}")
+        if num_missing == 1:
+            del self._unechoed[echo.step]
+        else:
+            self._unechoed[echo.step] = (digest, num_missing - 1)
+
+    def _next_worker_message(self) -> object:
+        """Wait during start-up: clients may already say hello, ask or leave."""
+        while not self._is_stopping:
+            received = self._port.receive_worker()
+            if received is not None:
+                message = received[1]
+                if isinstance(message, WorkerFailed):
+                    raise _worker_error(message)
+                if isinstance(message, LoadProgress):
+                    self._broadcast(message)
+                return message
+            self._port.wait(None)
+            self._admit()
+        return None
+
+    def _stats(self, query_id: int) -> EngineStats:
+        counters = self._counters
+        scheduler = self.scheduler
+        return EngineStats(
+            query_id=query_id,
+            num_steps=counters.num_steps,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_pages=scheduler.num_pages,
+            num_free_pages=scheduler.num_free_pages,
+            num_slots=scheduler.num_slots,
+            num_free_slots=scheduler.num_free_slots,
+            loop_seconds=counters.loop_seconds,
+            forward_seconds=counters.forward_seconds,
+            wait_seconds=counters.wait_seconds,
+            step_seconds=counters.step_seconds,
+        )
+
+    def _announce_failure(self, error: Exception) -> None:
+        kind = type(error).__name__
+        if not isinstance(error, StagecoachError):
+            kind = EngineDeadError.__name__
+        self._broadcast(EngineFailed(kind=kind, reason=str(error) or repr(error)))
+        self._port.send_workers(Shutdown())
+
+    def _broadcast(self, message: ToClient) -> None:
+        for client in self._clients:
+            self._port.send_client(client, message)
+
+
+class _Counters:
+    """Totals since start."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.loop_seconds = 0.0
+        self.forward_seconds = 0.0
+        self.wait_seconds = 0.0
+        self.step_seconds = 0.0
+
+
+def _worker_error(failed: WorkerFailed) -> StagecoachError:
+    """A refusal keeps its class; whatever else ended the worker is a WorkerDiedError."""
+    error = error_class(failed.kind)
+    if issubclass(error, ConfigError | CheckpointError):
+        return error(f"{failed.worker}: {failed.reason}")
+    return WorkerDiedError(f"{failed.worker} failed: {failed.kind}: {failed.reason}")
+

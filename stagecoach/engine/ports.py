@@ -1,0 +1,254 @@
+"""Where messages leave and enter: one port for the loop, one a worker, one a client.
+
+Two carriers with one contract: ZeroMQ between processes (ipc sockets in a private folder),
+and queues between threads of one process. Messages to one receiver keep their order.
+Knows nothing of what the messages mean.
+"""
+
+import queue
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from stagecoach.engine import messages
+from stagecoach.engine.messages import FromWorker, ToClient, ToEngine, ToWorker
+
+# A request id is client index << CLIENT_SHIFT | a number of that client.
+CLIENT_SHIFT = 40
+
+
+class LoopPort(Protocol):
+    """The engine loop's side."""
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Return when a message is there or the time is over; None waits for ever."""
+
+    def receive_clients(self) -> list[tuple[int, ToEngine]]:
+        """All messages that are there, with the index of the client."""
+
+    def receive_worker(self) -> tuple[int, FromWorker] | None:
+        """The next worker message that is there, with the worker's rank."""
+
+    def send_workers(self, message: ToWorker) -> None:
+        """To every worker."""
+
+    def send_client(self, client: int, message: ToClient) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerPort(Protocol):
+    """One worker's side."""
+
+    def receive(self) -> ToWorker: ...
+
+    def send(self, message: FromWorker) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ClientPort(Protocol):
+    """One client's side: `send` from any thread, `receive` from one."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+    def receive(self, timeout_seconds: float) -> ToClient | None: ...
+
+    def close(self) -> None: ...
+
+
+class ZmqLoopPort:
+    """Binds the sockets in `folder`."""
+
+    def __init__(self, folder: Path, num_workers: int) -> None:
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PULL)
+        self._commands.bind(_address(folder, "commands"))
+        self._clients = _socket(self._context, zmq.ROUTER)
+        self._clients.bind(_address(folder, "clients"))
+        self._workers = _socket(self._context, zmq.ROUTER)
+        self._workers.bind(_address(folder, "workers"))
+        self._worker_names = [_identity(rank) for rank in range(num_workers)]
+        self._poller = zmq.Poller()
+        for socket in (self._commands, self._clients, self._workers):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        self._poller.poll(None if timeout_seconds is None else timeout_seconds * 1000)
+
+    def receive_clients(self) -> list[tuple[int, ToEngine]]:
+        received = []
+        for socket in (self._clients, self._commands):
+            while (parts := _receive_now(socket)) is not None:
+                client, data = parts
+                received.append((int(client), messages.decode_to_engine(data)))
+        return received
+
+    def receive_worker(self) -> tuple[int, FromWorker] | None:
+        parts = _receive_now(self._workers)
+        if parts is None:
+            return None
+        return int(parts[0]), messages.decode_from_worker(parts[1])
+
+    def send_workers(self, message: ToWorker) -> None:
+        data = messages.encode(message)
+        for name in self._worker_names:
+            self._workers.send_multipart([name, data])
+
+    def send_client(self, client: int, message: ToClient) -> None:
+        self._clients.send_multipart([_identity(client), messages.encode(message)])
+
+    def close(self) -> None:
+        # Last words (EngineFailed, Shutdown) may still be on their way.
+        self._context.destroy(linger=1000)
+
+
+class ZmqWorkerPort:
+    """Connects worker `rank` to the loop."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.DEALER, _identity(rank))
+        self._socket.connect(_address(folder, "workers"))
+
+    def receive(self) -> ToWorker:
+        return messages.decode_to_worker(self._socket.recv())
+
+    def send(self, message: FromWorker) -> None:
+        self._socket.send(messages.encode(message))
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+
+
+class ZmqClientPort:
+    """Connects client number `client` to the loop."""
+
+    def __init__(self, folder: Path, client: int) -> None:
+        self._name = _identity(client)
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._commands = _socket(self._context, zmq.PUSH)
+        self._commands.connect(_address(folder, "commands"))
+        self._outputs = _socket(self._context, zmq.DEALER, self._name)
+        self._outputs.connect(_address(folder, "clients"))
+        # The loop can only answer a client that spoke on this socket first.
+        hello = messages.encode(messages.Hello())
+        self._outputs.send(hello)
+
+    def send(self, message: ToEngine) -> None:
+        with self._lock:
+            if not self._commands.closed:
+                self._commands.send_multipart([self._name, messages.encode(message)])
+
+    def receive(self, timeout_seconds: float) -> ToClient | None:
+        if not self._outputs.poll(timeout_seconds * 1000):
+            return None
+        return messages.decode_to_client(self._outputs.recv())
+
+    def close(self) -> None:
+        with self._lock:
+            self._context.destroy(linger=200)
+
+
+class QueueHub:
+    """The three kinds of ports for threads of one process."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._arrived = threading.Condition()
+        self._commands: deque[tuple[int, ToEngine]] = deque()
+        self._replies: deque[tuple[int, FromWorker]] = deque()
+        self._to_worker: list[queue.SimpleQueue[ToWorker]] = [
+            queue.SimpleQueue() for _ in range(num_workers)
+        ]
+        self._to_client: queue.SimpleQueue[ToClient] = queue.SimpleQueue()
+        self._commands.append((0, messages.Hello()))
+
+    def worker_port(self, rank: int) -> "QueueWorkerPort":
+        return QueueWorkerPort(self, rank, self._to_worker[rank])
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._commands or self._replies, timeout_seconds)
+
+    def receive_clients(self) -> list[tuple[int, ToEngine]]:
+        with self._arrived:
+            received = list(self._commands)
+            self._commands.clear()
+        return received
+
+    def receive_worker(self) -> tuple[int, FromWorker] | None:
+        with self._arrived:
+            return self._replies.popleft() if self._replies else None
+
+    def send_workers(self, message: ToWorker) -> None:
+        for box in self._to_worker:
+            box.put(message)
+
+    def send_client(self, client: int, message: ToClient) -> None:
+        assert client == 0, f"one process has one client, not {client}"
+        self._to_client.put(message)
+
+    def send(self, message: ToEngine) -> None:
+        with self._arrived:
+            self._commands.append((0, message))
+            self._arrived.notify()
+
+    def receive(self, timeout_seconds: float) -> ToClient | None:
+        try:
+            return self._to_client.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def reply(self, rank: int, message: FromWorker) -> None:
+        with self._arrived:
+            self._replies.append((rank, message))
+            self._arrived.notify()
+
+    def close(self) -> None:
+        return
+
+
+class QueueWorkerPort:
+    """One worker thread's side of a QueueHub."""
+
+    def __init__(self, hub: QueueHub, rank: int, box: "queue.SimpleQueue[ToWorker]") -> None:
+        self._hub = hub
+        self._rank = rank
+        self._box = box
+
+    def receive(self) -> ToWorker:
+        return self._box.get()
+
+    def send(self, message: FromWorker) -> None:
+        self._hub.reply(self._rank, message)
+
+    def close(self) -> None:
+        return
+
+
+
+def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, identity: bytes | None = None):  # type: ignore[no-untyped-def]
+    socket = context.socket(kind)
+    socket.set_hwm(0)  # nothing is dropped; what is in flight is bounded by the scheduler
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    return socket
+
+
+def _address(folder: Path, name: str) -> str:
+    return f"ipc://{folder / name}"
+
+
+def _identity(number: int) -> bytes:
+    return str(number).encode()
+
+
+def _receive_now(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

@@ -1,0 +1,88 @@
+"""One rank: take a plan, run the stage, reply.
+
+Owns the order of a worker's life: load, report memory, allocate, then plans until Shutdown.
+The same class runs as a process or as a thread; it knows neither.
+"""
+
+import time
+from collections.abc import Callable
+
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine.messages import (
+    Allocate,
+    LoadProgress,
+    PlanDone,
+    RunPlan,
+    StepEcho,
+    WorkerAllocated,
+    WorkerReady,
+)
+from stagecoach.engine.ports import WorkerPort
+from stagecoach.pipeline.links import Links
+from stagecoach.pipeline.topology import WorkerId
+from stagecoach.runner.stage_runner import StageRunner
+from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
+
+_PROGRESS_INTERVAL_SECONDS = 0.1
+
+
+class Worker:
+    """A StageRunner at the end of a port."""
+
+    def __init__(
+        self, config: ResolvedConfig, worker: WorkerId, links: Links, port: WorkerPort
+    ) -> None:
+        self._name = worker.name
+        self._port = port
+        self._runner = StageRunner(config, worker, links)
+        self._next_step = 0
+
+    def run(self) -> None:
+        """Serve until Shutdown; an exception ends the worker and is its caller's to report."""
+        self._runner.load(self._progress_reporter())
+        self._port.send(WorkerReady(worker=self._name, needs=self._runner.memory_needs()))
+        while True:
+            match self._port.receive():
+                case RunPlan(encoded_plan=encoded_plan):
+                    self._run_plan(encoded_plan)
+                case Allocate(memory=memory):
+                    self._runner.allocate(memory)
+                    self._port.send(WorkerAllocated(worker=self._name))
+                case _:
+                    break
+        self._runner.finish()
+
+    def _run_plan(self, encoded_plan: bytes) -> None:
+        arrival = time.perf_counter()
+        plan = StepPlan.decode(encoded_plan)
+        assert plan.step == self._next_step, f"expected step {self._next_step}:\n{plan}"
+        self._next_step += 1
+        digest = plan_digest(encoded_plan)
+        outcome = self._runner.run(plan)
+        if outcome is None:
+            self._port.send(StepEcho(worker=self._name, step=plan.step, digest=digest))
+            return
+        result = StepResult(
+            step=plan.step,
+            digest=digest,
+            rows=outcome.rows,
+            forward_seconds=outcome.forward_seconds,
+            step_seconds=time.perf_counter() - arrival,
+            wait_seconds=outcome.wait_seconds,
+        )
+        self._port.send(PlanDone(worker=self._name, result=result))
+
+    def _progress_reporter(self) -> Callable[[int, int], None]:
+        last = 0.0
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if done_bytes < total_bytes and now - last < _PROGRESS_INTERVAL_SECONDS:
+                return
+            last = now
+            self._port.send(
+                LoadProgress(worker=self._name, done_bytes=done_bytes, total_bytes=total_bytes)
+            )
+
+        return report

@@ -1,0 +1,64 @@
+"""Every exception that Stagecoach raises on purpose.
+
+StagecoachError
+├── ConfigError            the engine was asked for something it cannot be (also a ValueError)
+│   └── CapacityError      the configuration does not fit the memory; carries the numbers
+├── CheckpointError        a model folder is incomplete, mis-shaped or unreadable; names the tensor
+├── RequestError           one request is invalid (also a ValueError); names the field
+└── EngineDeadError        the engine ended while somebody waited
+    ├── WorkerDiedError    a worker process ended or raised
+    └── PlanDivergenceError  a worker executed other plans than the head made
+
+Our own mistakes are `assert`s; they end the process that made them and reach
+callers as an EngineDeadError.
+"""
+
+
+class StagecoachError(Exception):
+    """Base of every error that is raised on purpose."""
+
+
+class ConfigError(StagecoachError, ValueError):
+    """An option or a combination of options is refused; the text names them and their values."""
+
+
+class CapacityError(ConfigError):
+    """The configuration needs more memory than there is; the text carries the numbers."""
+
+
+class CheckpointError(StagecoachError):
+    """A checkpoint cannot be loaded as it is; the text names the file and the tensor."""
+
+
+class RequestError(StagecoachError, ValueError):
+    """A request is refused before it touches anything.
+
+    Attributes:
+        field: name of the request field that is wrong, as the caller spells it.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class EngineDeadError(StagecoachError):
+    """The engine is gone; every request that waited for it ends with this error."""
+
+
+class WorkerDiedError(EngineDeadError):
+    """A worker process ended or raised; the text names the worker and its last words."""
+
+
+class PlanDivergenceError(EngineDeadError):
+    """A worker echoed another plan digest than the head's; the text names worker and step."""
+
+
+def error_class(name: str) -> type[StagecoachError]:
+    """The class of that name above; EngineDeadError for a name that is not ours."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, StagecoachError):
+        return found
+    return EngineDeadError

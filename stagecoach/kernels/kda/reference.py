@@ -1,0 +1,246 @@
+"""Kimi delta attention in plain PyTorch: the specification and the CPU implementation.
+
+Per head, with a state S [V, K], a log-decay g per key channel and a rate beta:
+
+    S <- S · diag(exp(g_t));  u = beta_t · (v_t − S k_t);  S <- S + u k_tᵀ;  o_t = S q_t
+
+Formula: Kimi Linear (arXiv 2510.26692), §3; fla `naive_recurrent_kda`, `naive_chunk_kda`.
+Dimensions: T tokens, B segments, W the longest segment, H heads, K key and V value channels,
+R = B * H rows, S state slots, N chunks, C tokens of a chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.ragged import SegmentGroup
+
+
+def kda_gate(
+    raw_THK: Tensor, a_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float | None
+) -> Tensor:
+    """Log-decay of every key channel, ≤ 0.
+
+    With a bound: lower_bound · sigmoid(exp(a_log) · (raw + dt_bias)) (Kimi-K3).
+    Without: −exp(a_log) · softplus(raw + dt_bias) (Kimi-Linear).
+
+    Args:
+        raw_THK: [T, H, K] gate logits, any floating type.
+        a_log_H: [H] or [H, 1].
+        dt_bias_HK: [H, K].
+        lower_bound: the bound, negative; None for the unbounded form.
+
+    Returns:
+        [T, H, K] in the accumulate type.
+    """
+    dtype = accumulate_dtype(raw_THK.dtype)
+    rate_H1 = a_log_H.to(dtype).exp().view(-1, 1)
+    g_THK = raw_THK.to(dtype) + dt_bias_HK.to(dtype)
+    if lower_bound is None:
+        return F.softplus(g_THK).mul_(rate_H1).neg_()
+    return g_THK.mul_(rate_H1).sigmoid_().mul_(lower_bound)
+
+
+def normalize_qk(q_THK: Tensor, k_THK: Tensor) -> tuple[Tensor, Tensor]:
+    """q · rsqrt(Σq² + 1e-6) · K^−½ and k · rsqrt(Σk² + 1e-6), per head.
+
+    Args:
+        q_THK: [T, H, K], any floating type.
+        k_THK: [T, H, K].
+
+    Returns:
+        Both in the accumulate type.
+    """
+    dtype = accumulate_dtype(q_THK.dtype)
+    qk_2THK = torch.stack((q_THK, k_THK)).to(dtype)
+    squares_2TH1 = qk_2THK.square().sum(-1, keepdim=True)
+    qk_2THK *= squares_2TH1.add_(1e-6).rsqrt_()
+    q_out_THK, k_out_THK = qk_2THK.unbind(0)
+    return q_out_THK.mul_(q_THK.shape[-1] ** -0.5), k_out_THK
+
+
+def kda_recurrent(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    state_SHVK: Tensor,
+    group: SegmentGroup,
+) -> Tensor:
+    """Token after token: the form for decode windows.
+
+    Args:
+        q_THK: [T, H, K] normalised and scaled queries.
+        k_THK: [T, H, K] normalised keys.
+        v_THV: [T, H, V].
+        g_THK: [T, H, K] log-decay, ≤ 0.
+        beta_TH: [T, H] rates in (0, 1).
+        state_SHVK: [S, H, V, K] pool in the accumulate type, updated in place: each
+            segment's state is read at `read_slots_B` and left at `write_slots_B`.
+        group: the segments of the T tokens.
+
+    Returns:
+        [T, H, V] in the accumulate type.
+    """
+    dtype = state_SHVK.dtype
+    state_BHVK = state_SHVK.index_select(0, group.read_slots_B)
+    state_RVK = state_BHVK.flatten(0, 1)
+    # Padded tokens have g, k and beta 0 and leave the state alone.
+    q_RWK, k_RWK, v_RWV, g_RWK, beta_RW1 = (
+        _rows(group, x_THD.to(dtype))
+        for x_THD in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
+    )
+    decay_RWK = g_RWK.exp()
+    outputs = []
+    for token in range(group.max_length):
+        now = slice(token, token + 1)
+        k_R1K = k_RWK[:, now]
+        state_RVK.mul_(decay_RWK[:, now])
+        u_R1V = torch.bmm(k_R1K, state_RVK.mT)
+        u_R1V = torch.sub(v_RWV[:, now], u_R1V).mul_(beta_RW1[:, now])
+        state_RVK.baddbmm_(u_R1V.mT, k_R1K)
+        outputs.append(torch.bmm(q_RWK[:, now], state_RVK.mT))
+    state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
+    o_RWV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    o_BWHV = o_RWV.unflatten(0, (-1, q_THK.shape[1])).transpose(1, 2)
+    return group.flat(o_BWHV)
+
+
+def _rows(group: SegmentGroup, x_THD: Tensor) -> Tensor:
+    """[T, H, D] -> [B * H, W, D], zeros where no token is."""
+    if group.max_length == 1:
+        return x_THD.flatten(0, 1).unsqueeze(1)
+    return group.pad(x_THD).transpose(1, 2).flatten(0, 1)
+
+
+def kda_chunked(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_THK: Tensor,
+    beta_TH: Tensor,
+    state_SHVK: Tensor,
+    group: SegmentGroup,
+    chunk_size: int = 64,
+) -> Tensor:
+    """Chunk after chunk: the form for prefill, equal to `kda_recurrent` up to rounding.
+
+    With E[t, s] the decay from token s to token t of a chunk, D the decay from its start:
+
+        (I + A) u = beta · (v − (D k) Sᵀ),  A[t, s] = beta_t Σ_d k_t k_s E[t, s], s < t
+        o = (D q) Sᵀ + P u,                 P[t, s] = Σ_d q_t k_s E[t, s], s ≤ t
+
+    Decays are only ever multiplied, never divided: no exponent is positive at any gate.
+
+    Args:
+        q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, group: as in `kda_recurrent`.
+        chunk_size: C, a power of two; shorter segments use a shorter chunk.
+
+    Returns:
+        [T, H, V] in the accumulate type.
+    """
+    dtype = state_SHVK.dtype
+    chunk_size = min(chunk_size, 1 << (group.max_length - 1).bit_length())
+    assert chunk_size & (chunk_size - 1) == 0, f"chunk_size={chunk_size}"
+    num_keys = q_THK.shape[2]
+    # M = R * N. Padded tokens have g, k and beta 0 and leave the state alone.
+    q_MCK, k_MCK, v_MCV, g_MCK, beta_MC1 = (
+        _chunks(group, x_THD.to(dtype), chunk_size)
+        for x_THD in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
+    )
+    inside = _decayed_products(q_MCK, k_MCK, g_MCK.exp())
+    right_MCX = torch.cat((inside.k_from_start_MCK, v_MCV), dim=2).mul_(beta_MC1)
+    solved_MCX = torch.linalg.solve_triangular(
+        inside.kk_MCC * beta_MC1, right_MCX, upper=False, unitriangular=True
+    )
+
+    state_BHVK = state_SHVK.index_select(0, group.read_slots_B)
+    state_RVK = state_BHVK.flatten(0, 1)
+    num_rows = state_RVK.shape[0]
+    solved_RNCX, q_RNCK, qk_RNCC, k_RNCK, decay_RN1K = (
+        x.unflatten(0, (num_rows, -1))
+        for x in (
+            solved_MCX,
+            inside.q_from_start_MCK,
+            inside.qk_MCC,
+            inside.k_to_end_MCK,
+            inside.decay_M1K,
+        )
+    )
+    outputs = []
+    for chunk in range(solved_RNCX.shape[1]):
+        w_RCK, u_RCV = solved_RNCX[:, chunk].split((num_keys, v_THV.shape[2]), dim=2)
+        u_RCV = torch.baddbmm(u_RCV, w_RCK, state_RVK.mT, alpha=-1)
+        o_RCV = torch.bmm(q_RNCK[:, chunk], state_RVK.mT)
+        outputs.append(o_RCV.baddbmm_(qk_RNCC[:, chunk], u_RCV))
+        state_RVK.mul_(decay_RN1K[:, chunk]).baddbmm_(u_RCV.mT, k_RNCK[:, chunk])
+    state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
+    o_RWV = torch.cat(outputs, dim=1)[:, : group.max_length]
+    return group.flat(o_RWV.unflatten(0, (-1, q_THK.shape[1])).transpose(1, 2))
+
+
+class _DecayedProducts(NamedTuple):
+    """What a chunk's tokens are to each other, to its start and to its end."""
+
+    kk_MCC: Tensor  # Σ_d k_t k_s E[t, s], strictly lower triangular
+    qk_MCC: Tensor  # Σ_d q_t k_s E[t, s], lower triangular
+    k_from_start_MCK: Tensor  # k_t · decay from the chunk's start to t
+    q_from_start_MCK: Tensor
+    k_to_end_MCK: Tensor  # k_s · decay from s to the chunk's end
+    decay_M1K: Tensor  # of the whole chunk
+
+
+def _decayed_products(q_MCK: Tensor, k_MCK: Tensor, decay_MCK: Tensor) -> _DecayedProducts:
+    """All pairwise products of M chunks, by doubling blocks.
+
+    At each level a block of 2b tokens is a lower and an upper half. The decay from s in the
+    lower to t in the upper half is (s to the border) · (border to t), so one matrix product
+    of decayed keys with decayed keys and queries fills that square. Then both factors are
+    extended over the neighbouring half. Every factor lies in [0, 1] and is a product of at
+    most log2(C) others: nothing overflows, cancels or needs a [C, C, K] tensor.
+    """
+    num_chunks, chunk_size, num_keys = k_MCK.shape
+    kq_MC2K = torch.stack((k_MCK, q_MCK), dim=2).mul_(decay_MCK.unsqueeze(2))
+    k_to_end_MCK = k_MCK.clone()
+    products_MC2C = k_MCK.new_zeros(num_chunks, chunk_size, 2, chunk_size)
+    products_MC2C[:, :, 1].diagonal(dim1=1, dim2=2).copy_((q_MCK * k_MCK).sum(-1))
+    decay = decay_MCK
+    half = 1
+    while half < chunk_size:
+        num_blocks = chunk_size // (2 * half)
+        decay = decay.view(num_chunks * num_blocks, 2, 1, num_keys)
+        upper = kq_MC2K.view(num_chunks * num_blocks, 2, half * 2, num_keys)[:, 1]
+        lower = k_to_end_MCK.view(num_chunks * num_blocks, 2, half, num_keys)[:, 0]
+        squares = torch.bmm(upper, lower.mT).view(num_chunks, num_blocks, half, 2, half)
+        places = products_MC2C.view(num_chunks, num_blocks, 2, half, 2, num_blocks, 2, half)
+        places = places[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4)
+        places.copy_(squares.permute(0, 2, 3, 4, 1))
+        upper *= decay[:, 0]
+        lower *= decay[:, 1]
+        decay = decay[:, 0] * decay[:, 1]
+        half *= 2
+    # Subnormal numbers are slow, and these are far below the rounding of any sum they enter.
+    nothing = torch.finfo(k_MCK.dtype).tiny ** 0.75
+    kq_MC2K, k_to_end_MCK, products_MC2C, decay = (
+        F.hardshrink(x, nothing) for x in (kq_MC2K, k_to_end_MCK, products_MC2C, decay)
+    )
+    return _DecayedProducts(
+        kk_MCC=products_MC2C[:, :, 0],
+        qk_MCC=products_MC2C[:, :, 1],
+        k_from_start_MCK=kq_MC2K[:, :, 0],
+        q_from_start_MCK=kq_MC2K[:, :, 1],
+        k_to_end_MCK=k_to_end_MCK,
+        decay_M1K=decay.view(num_chunks, 1, num_keys),
+    )
+
+
+def _chunks(group: SegmentGroup, x_THD: Tensor, chunk_size: int) -> Tensor:
+    """[T, H, D] -> [B * H * N, C, D], zeros where no token is."""
+    x_BWHD = group.pad(x_THD)
+    missing = -group.max_length % chunk_size
+    x_BHWD = F.pad(x_BWHD, (0, 0, 0, 0, 0, missing)).transpose(1, 2)
+    return x_BHWD.reshape(-1, chunk_size, x_THD.shape[2]).contiguous()

@@ -1,0 +1,122 @@
+"""Multi-head latent attention in plain PyTorch: the specification and the CPU implementation.
+
+A cache row is [latent C | pe P] of one token and layer, shared by all heads. Which rows a
+segment sees is the group's business; a row past a context's end is read (row 0, zeros) but
+masked. Formula: DeepSeek-V2 (arXiv 2405.04434), §2.1, without any rotation.
+
+Dimensions: T tokens, B segments, W the longest segment, L the longest context, H heads,
+C latent, P pe, N nope, V value, R cache rows; D is C + P in a cache row, N + P in a query.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.ragged import SegmentGroup
+
+
+def write_rows(cache_RD: Tensor, rows_TD: Tensor, cache_rows_T: Tensor) -> None:
+    """cache_RD[cache_rows_T[t]] = rows_TD[t], in place.
+
+    Args:
+        cache_RD: [R, D] rows of one layer.
+        rows_TD: [T, D], cast to the cache's type.
+        cache_rows_T: int64 [T], all different.
+    """
+    cache_RD.index_copy_(0, cache_rows_T, rows_TD.to(cache_RD.dtype))
+
+
+def mla_decode(
+    q_latent_THC: Tensor, q_pe_THP: Tensor, cache_RD: Tensor, group: SegmentGroup, scale: float
+) -> Tensor:
+    """Absorbed attention: queries and outputs live in the latent space.
+
+    score(t, s) = (q_latent_t · latent_s + q_pe_t · pe_s) · scale; the output is the softmax
+    mixture of latents. Token w of a segment sees positions < start + w + 1; the rows of the
+    segment's own tokens must have been written before.
+
+    Args:
+        q_latent_THC: [T, H, C] queries times the key up-projection.
+        q_pe_THP: [T, H, P], same type.
+        cache_RD: [R, C + P].
+        group: the segments of the T tokens with their contexts.
+        scale: of the scores.
+
+    Returns:
+        [T, H, C] in `q_latent_THC.dtype`; scores, softmax and sums in the accumulate type.
+    """
+    dtype = accumulate_dtype(q_latent_THC.dtype)
+    num_segments, num_positions = group.context_rows_BL.shape
+    latent_width = q_latent_THC.shape[2]
+    rows_BLD = cache_RD.index_select(0, group.context_rows_BL.flatten()).to(dtype)
+    rows_BLD = rows_BLD.view(num_segments, num_positions, -1)
+    q_THD = torch.cat((q_latent_THC, q_pe_THP), dim=2).to(dtype).mul_(scale)
+    q_BGD = group.pad(q_THD).flatten(1, 2)  # G = W * H
+    scores_BGL = torch.bmm(q_BGD, rows_BLD.mT)
+    hidden_BW1L = _hidden_positions(group).unsqueeze(2)
+    scores_BGL.unflatten(1, (group.max_length, -1)).masked_fill_(hidden_BW1L, float("-inf"))
+    o_BGC = torch.bmm(scores_BGL.softmax(-1), rows_BLD[:, :, :latent_width])
+    return group.flat(o_BGC.unflatten(1, (group.max_length, -1))).to(q_latent_THC.dtype)
+
+
+def mla_prefill(
+    q_THD: Tensor,
+    cache_RD: Tensor,
+    kv_up: Callable[[Tensor], tuple[Tensor, Tensor]],
+    group: SegmentGroup,
+    scale: float,
+    *,
+    latent_width: int,
+) -> Tensor:
+    """Attention in head space over cached prefixes and the chunks' own rows.
+
+    The latents of each segment's context, its own rows included (written before), are
+    gathered and up-projected once. Token w sees positions < start + w + 1.
+
+    Args:
+        q_THD: [T, H, N + P] queries.
+        cache_RD: [R, C + P].
+        kv_up: [B, L, C] latents -> ([B, L, H, N] keys, [B, L, H, V] values).
+        group: the segments of the T tokens with their contexts.
+        scale: of the scores.
+        latent_width: C, where a cache row's latent ends and its pe begins.
+
+    Returns:
+        [T, H, V] in `q_THD.dtype`; the softmax is in the accumulate type.
+    """
+    num_segments, num_positions = group.context_rows_BL.shape
+    rows_BLD = cache_RD.index_select(0, group.context_rows_BL.flatten()).to(q_THD.dtype)
+    rows_BLD = rows_BLD.view(num_segments, num_positions, -1)
+    k_nope_BLHN, v_BLHV = kv_up(rows_BLD[:, :, :latent_width])
+    num_heads, value_width = v_BLHV.shape[2:]
+    pe_BLHP = rows_BLD[:, :, None, latent_width:].expand(-1, -1, num_heads, -1)
+    k_BHLD = torch.cat((k_nope_BLHN, pe_BLHP), dim=3).transpose(1, 2)
+    q_BHWD = group.pad(q_THD).transpose(1, 2)
+    # The fused CPU kernel wants values as wide as keys; without it [W, L] scores fill memory.
+    v_BHLD = F.pad(v_BLHV, (0, max(0, q_THD.shape[2] - value_width))).transpose(1, 2)
+    if num_positions == group.max_length and not group.starts_B.any():
+        o_BHWD = F.scaled_dot_product_attention(
+            q_BHWD, k_BHLD, v_BHLD, is_causal=True, scale=scale
+        )
+    else:
+        seen_B1WL = _hidden_positions(group).logical_not_().unsqueeze(1)
+        o_BHWD = F.scaled_dot_product_attention(
+            q_BHWD, k_BHLD, v_BHLD, attn_mask=seen_B1WL, scale=scale
+        )
+    return group.flat(o_BHWD[..., :value_width].transpose(1, 2))
+
+
+def _hidden_positions(group: SegmentGroup) -> Tensor:
+    """bool [B, W, L]: True where a token must not look. No row is hidden throughout."""
+    device = group.starts_B.device
+    positions_L = torch.arange(group.context_rows_BL.shape[1], device=device)
+    if group.max_length == 1:
+        return positions_L >= group.context_lengths_B.view(-1, 1, 1)
+    tokens_W = torch.arange(group.max_length, device=device)
+    last_BW = group.starts_B.unsqueeze(1) + tokens_W
+    # Padded tokens look no farther than their segment's last one.
+    last_BW = torch.minimum(last_BW, group.context_lengths_B.unsqueeze(1) - 1)
+    return positions_L > last_BW.unsqueeze(2)

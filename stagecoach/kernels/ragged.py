@@ -1,0 +1,71 @@
+"""Segments of unlike lengths on one flat token axis.
+
+Operators take flat tensors [T, ...] and a SegmentGroup that says which tokens belong
+together; reference implementations pad to [B, W, ...] with `pad` and come back with `flat`.
+
+Dimensions: T tokens of the group, B segments, W the longest segment, L the longest context.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SegmentGroup(NamedTuple):
+    """Segments that one operator call runs together: all windows, or all chunks of a step.
+
+    Built once a step by `runner/step_inputs.py`; every layer reads it.
+    """
+
+    num_tokens: int  # T
+    max_length: int  # W
+    lengths_B: Tensor  # int64, tokens of each segment in this step
+    starts_B: Tensor  # int64, tokens computed before this step (position of the first token)
+    pad_index_BW: Tensor  # int64, flat token of each padded place; 0 where nothing is
+    is_real_BW: Tensor  # bool, False where padded
+    flat_index_T: Tensor  # int64, b * W + w of each flat token
+    read_slots_B: Tensor  # int64; slot 0 holds zeros
+    write_slots_B: Tensor  # int64
+    replay_B: Tensor  # int64, recorded rows to fold in first
+    context_rows_BL: Tensor  # int64, cache row of each position [0, end); 0 past the end
+    context_lengths_B: Tensor  # int64, end = start + length
+
+    def pad(self, x_T: Tensor, fill: float = 0.0) -> Tensor:
+        """[T, ...] -> [B, W, ...], `fill` where no token is; a view when nothing is padded."""
+        if self.num_tokens == self.pad_index_BW.numel():
+            return x_T.unflatten(0, self.pad_index_BW.shape)
+        x_BW = x_T[self.pad_index_BW]
+        mask = self.is_real_BW.reshape(*self.is_real_BW.shape, *(1,) * (x_T.dim() - 1))
+        return torch.where(mask, x_BW, fill)
+
+    def flat(self, x_BW: Tensor) -> Tensor:
+        """[B, W, ...] -> [T, ...]; a view when nothing is padded."""
+        x_flat = x_BW.flatten(0, 1)
+        if self.num_tokens == self.pad_index_BW.numel():
+            return x_flat
+        return x_flat[self.flat_index_T]
+
+
+class StepTensors(NamedTuple):
+    """A step plan as tensors: what the layers of every stage index with.
+
+    The flat token axis holds the windows' tokens first, then the chunks'. A plan without
+    windows or without chunks has None there.
+    """
+
+    num_tokens: int
+    token_ids_T: Tensor  # int64
+    cache_rows_T: Tensor  # int64, MLA cache row (page * page_size + offset) of each token
+    windows: SegmentGroup | None
+    chunks: SegmentGroup | None
+
+    def groups(self) -> list[tuple[slice, SegmentGroup]]:
+        """The groups present, with their range of the flat token axis."""
+        present: list[tuple[slice, SegmentGroup]] = []
+        start = 0
+        for group in (self.windows, self.chunks):
+            if group is not None:
+                present.append((slice(start, start + group.num_tokens), group))
+                start += group.num_tokens
+        return present

@@ -1,0 +1,189 @@
+"""The safetensors files of a checkpoint folder: which tensors there are, and parts of them.
+
+Owns the index, the published spellings of names, and the rules by which tensors are passed
+over. Files are memory-mapped; only the asked-for part of a tensor is read. Knows no module.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stagecoach.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TEXT_PREFIX = "language_model."
+INDEX_NAME = "model.safetensors.index.json"
+
+# Rule -> beginnings of the names (after the text prefix) that it passes over.
+_SKIP_RULES = {
+    "vision": ("vision_tower.", "mm_projector."),
+    "multi-token prediction": ("mtp", "model.mtp"),
+}
+TIED_HEAD_RULE = "tied output head"
+
+# Alternative spellings that published checkpoints use.
+_SPELLINGS = (
+    ("_res.proj_weight", "_res_proj.weight"),
+    ("_res.norm_weight", "_res_norm.weight"),
+    ("output_attn_res.proj_weight", "output_attn_res_proj.weight"),
+    ("output_attn_res.norm_weight", "output_attn_res_norm.weight"),
+    ("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias"),
+)
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    raw_name: str
+
+
+class CheckpointReader:
+    """Names of a checkpoint, and reads of parts of its tensors.
+
+    Args:
+        folder: holds `model.safetensors.index.json` and its shards, or one or more
+            `*.safetensors` files without an index.
+        has_tied_head: an `lm_head.weight` in the files is passed over.
+
+    Raises:
+        CheckpointError: no files, a missing or damaged shard, an index and a shard that
+            disagree, or one tensor under two names.
+    """
+
+    def __init__(self, folder: Path, *, has_tied_head: bool) -> None:
+        self.folder = folder
+        self.skipped: Counter[str] = Counter()
+        self._stored: dict[str, StoredTensor] = {}
+        self._indexed: dict[Path, set[str]] = {}
+        self._open_path: Path | None = None
+        self._open_file: Any = None
+        for raw_name, path in _tensor_paths(folder).items():
+            self._indexed.setdefault(path, set()).add(raw_name)
+            self._file(raw_name, path, has_tied_head=has_tied_head)
+        counts = ", ".join(f"{count} {rule}" for rule, count in self.skipped.items()) or "none"
+        logger.info("%s: %d text tensors; skipped: %s", folder, len(self._stored), counts)
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Published name, without the text prefix -> where it lies; skipped ones left out."""
+        return self._stored
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors dtype of a tensor ("BF16", "F32", "U8", ...)."""
+        part = self._slice(name)
+        return tuple(part.get_shape()), part.get_dtype()
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor in its stored dtype, one slice a dim."""
+        try:
+            return self._slice(name)[region] if region else self._slice(name)[...]
+        except SafetensorError as error:
+            raise self.error(name, f"cannot be read ({error})") from None
+
+    def error(self, name: str, text: str) -> CheckpointError:
+        """An error that names the file and the tensor."""
+        stored = self._stored[name]
+        return CheckpointError(f"{stored.path}: {stored.raw_name} {text}")
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        if stored.path != self._open_path:
+            self._open_file = _open(stored.path, f" (needed for {stored.raw_name})")
+            self._open_path = stored.path
+            self._check_shard(stored.path, set(self._open_file.keys()))
+        return self._open_file.get_slice(stored.raw_name)
+
+    def _check_shard(self, path: Path, in_shard: set[str]) -> None:
+        indexed = self._indexed[path]
+        if lacking := indexed - in_shard:
+            raise CheckpointError(
+                f"{path}: lacks tensors that {INDEX_NAME} places there: {name_list(lacking)}"
+            )
+        if unlisted := in_shard - indexed:
+            raise CheckpointError(
+                f"{path}: holds tensors that {INDEX_NAME} does not list: {name_list(unlisted)}"
+            )
+
+    def _file(self, raw_name: str, path: Path, *, has_tied_head: bool) -> None:
+        name = published_name(raw_name)
+        rule = _skip_rule(name, has_tied_head=has_tied_head)
+        if rule is not None:
+            self.skipped[rule] += 1
+            return
+        if name in self._stored:
+            raise CheckpointError(
+                f"{path}: {raw_name} and {self._stored[name].raw_name} are the same tensor {name}"
+            )
+        self._stored[name] = StoredTensor(path, raw_name)
+
+
+def published_name(raw_name: str) -> str:
+    """The one spelling that this engine uses: no text prefix, `_res_proj.weight` and so on."""
+    name = raw_name.removeprefix(TEXT_PREFIX)
+    for other, ours in _SPELLINGS:
+        if name.endswith(other):
+            return name.removesuffix(other) + ours
+    return name
+
+
+def name_list(names: list[str] | set[str]) -> str:
+    """The first 20 names, and how many there are."""
+    ordered = sorted(names)
+    more = f", ... ({len(ordered)} in all)" if len(ordered) > 20 else f" ({len(ordered)})"
+    return ", ".join(ordered[:20]) + more
+
+
+def read_safetensors_header(path: Path) -> list[str]:
+    """Names of the tensors in a file.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or cut short.
+    """
+    with _open(path, "") as file:
+        return list(file.keys())
+
+
+def _skip_rule(name: str, *, has_tied_head: bool) -> str | None:
+    for rule, beginnings in _SKIP_RULES.items():
+        if name.startswith(beginnings):
+            return rule
+    if has_tied_head and name == "lm_head.weight":
+        return TIED_HEAD_RULE
+    return None
+
+
+def _tensor_paths(folder: Path) -> dict[str, Path]:
+    """Raw name -> file, from the index or else from the files themselves."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index}: no readable weight_map ({error!r})") from None
+        return {name: folder / file_name for name, file_name in weight_map.items()}
+    paths: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name in read_safetensors_header(path):
+            if name in paths:
+                raise CheckpointError(f"{path}: {name} is also in {paths[name]}")
+            paths[name] = path
+    if not paths:
+        raise CheckpointError(f"{folder}: no {INDEX_NAME} and no *.safetensors file")
+    return paths
+
+
+def _open(path: Path, purpose: str) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing shard{purpose}")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged or cut short{purpose} ({error})") from None

@@ -1,0 +1,129 @@
+"""The MLA layer: multi-head latent attention without positions (NoPE).
+
+Owns the projections, the cache row and the two ways to attend: windows in the latent space
+(the key and value projections absorbed into the query and the output), chunks with keys and
+values projected from the cached rows. Attention itself is in `kernels/mla`.
+
+Dimensions: T tokens, I hidden size, H heads of this rank, N and P the two parts of a head's
+query ("nope" and "pe"; neither is rotated), C latent width, V value width, D = C + P cache
+row, B segments, L context.
+"""
+
+import torch
+from torch import Tensor
+
+from stagecoach.kernels.mla.reference import mla_decode, mla_prefill, write_rows
+from stagecoach.kernels.ragged import StepTensors
+from stagecoach.model.norm import RmsNorm
+from stagecoach.model.parallel_linear import (
+    ColumnLinear,
+    FusedLinear,
+    LinearPart,
+    RowLinear,
+    TensorParallel,
+)
+from stagecoach.model.stage_memory import KdaMemory, MlaMemory
+from stagecoach.model.tensor_split import local_size
+from stagecoach.model.weight_slots import WeightScope
+from stagecoach.model_config import ModelConfig
+
+
+class MlaLayer:
+    """Heads are split over the ranks; latents and cache rows are the same on each."""
+
+    def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
+        mla = config.mla
+        self._tp = tp
+        self._num_heads = local_size("num_attention_heads", mla.num_heads, tp.size)
+        self._latent_size = mla.kv_lora_rank
+        self._nope_dim = mla.qk_nope_head_dim
+        self._qk_dim = mla.qk_head_dim
+        self._kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
+        self._scale = mla.softmax_scale
+        self._has_gate = mla.has_output_gate
+        query_width = self._num_heads * mla.qk_head_dim
+        value_width = self._num_heads * mla.v_head_dim
+        is_low_rank = mla.q_lora_rank is not None
+        parts = [
+            LinearPart(("q_a_proj",), mla.q_lora_rank or 0, is_split=False)
+            if is_low_rank
+            else LinearPart(("q_proj",), query_width, is_split=True),
+            LinearPart(("kv_a_proj_with_mqa",), mla.cache_row_width, is_split=False),
+        ]
+        if mla.has_output_gate:
+            parts.append(LinearPart(("g_proj",), value_width, is_split=True))
+        self._input = FusedLinear(weights, config.hidden_size, tuple(parts))
+        self._query_norm: RmsNorm | None = None
+        self._query_up: ColumnLinear | None = None
+        if mla.q_lora_rank is not None:
+            self._query_norm = RmsNorm(
+                weights, "q_a_layernorm", mla.q_lora_rank, mla.latent_norm_eps
+            )
+            self._query_up = ColumnLinear(
+                weights, "q_b_proj", (query_width, mla.q_lora_rank), is_split=True
+            )
+        self._latent_norm = RmsNorm(
+            weights, "kv_a_layernorm", mla.kv_lora_rank, mla.latent_norm_eps
+        )
+        self._kv_up = ColumnLinear(
+            weights,
+            "kv_b_proj",
+            (self._num_heads * sum(self._kv_dims), mla.kv_lora_rank),
+            is_split=True,
+        )
+        kv_up_HOC = self._kv_up.weight_OI.view(self._num_heads, -1, mla.kv_lora_rank)
+        self._key_up_HNC, value_up_HVC = kv_up_HOC.split(self._kv_dims, dim=1)
+        self._value_up_HCV = value_up_HVC.transpose(1, 2)
+        self._output = RowLinear(weights, "o_proj", (config.hidden_size, value_width))
+
+    def __call__(self, x_TI: Tensor, step: StepTensors, memory: KdaMemory | MlaMemory) -> Tensor:
+        """[T, I] -> [T, I]; writes the tokens' cache rows, then attends to each context."""
+        assert isinstance(memory, MlaMemory)
+        query, latent_row_TD, *gate = self._input(x_TI)
+        if self._query_up is not None and self._query_norm is not None:
+            query = self._query_up(self._query_norm(query))
+        q_THD = query.reshape(step.num_tokens, self._num_heads, self._qk_dim)
+        latent_TC, k_pe_TP = latent_row_TD.tensor_split((self._latent_size,), dim=-1)
+        rows_TD = torch.cat([self._latent_norm(latent_TC), k_pe_TP], dim=-1)
+        write_rows(memory.cache_RD, rows_TD, step.cache_rows_T)
+        outputs = []
+        for span, group in step.groups():
+            if group is step.windows:
+                q_latent_THC, q_pe_THP = self._absorbed_query(q_THD[span])
+                o_latent_THC = mla_decode(
+                    q_latent_THC, q_pe_THP, memory.cache_RD, group, self._scale
+                )
+                outputs.append(self._absorbed_value(o_latent_THC))
+            else:
+                outputs.append(
+                    mla_prefill(
+                        q_THD[span],
+                        memory.cache_RD,
+                        self._expand,
+                        group,
+                        self._scale,
+                        latent_width=self._latent_size,
+                    )
+                )
+        o_THV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        o_TO = o_THV.reshape(step.num_tokens, -1)
+        if self._has_gate:
+            o_TO = o_TO * gate[0].sigmoid()
+        return self._tp.all_reduce(self._output(o_TO.to(x_TI.dtype)))
+
+    def _absorbed_query(self, q_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries against latents: (q_nope W_UK, q_pe)."""
+        q_nope_THN, q_pe_THP = q_THD.tensor_split((self._nope_dim,), dim=-1)
+        q_latent_HTC = torch.bmm(q_nope_THN.transpose(0, 1), self._key_up_HNC)
+        return q_latent_HTC.transpose(0, 1), q_pe_THP
+
+    def _absorbed_value(self, o_latent_THC: Tensor) -> Tensor:
+        """Mixed latents to values: o W_UV."""
+        o_latent_HTC = o_latent_THC.to(self._value_up_HCV.dtype).transpose(0, 1)
+        return torch.bmm(o_latent_HTC, self._value_up_HCV).transpose(0, 1)
+
+    def _expand(self, latent_BLC: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents to keys and values: (k_nope [B, L, H, N], v [B, L, H, V])."""
+        kv_BLHO = self._kv_up(latent_BLC).unflatten(-1, (self._num_heads, -1))
+        k_nope_BLHN, v_BLHV = kv_BLHO.split(self._kv_dims, dim=-1)
+        return k_nope_BLHN, v_BLHV

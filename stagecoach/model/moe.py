@@ -1,0 +1,157 @@
+"""The feed-forward sublayers: a dense MLP, and routed experts with a shared MLP beside them.
+
+Owns the projections and where the ranks meet. Routing and the experts' products are in
+`kernels/moe`. Expert widths are split over the ranks, so every rank routes alike.
+
+Dimensions: T tokens, H hidden size, E experts, K experts of a token, I width of this rank,
+L width of the routed experts (latent or hidden size).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagecoach.kernels.moe.reference import route, routed_experts
+from stagecoach.model.norm import RmsNorm, make_activation
+from stagecoach.model.parallel_linear import (
+    ColumnLinear,
+    FusedLinear,
+    LinearPart,
+    RowLinear,
+    TensorParallel,
+)
+from stagecoach.model.tensor_split import local_size
+from stagecoach.model.weight_slots import WeightKind, WeightScope
+from stagecoach.model_config import ModelConfig
+
+
+class DenseMlp:
+    """down(activation(gate x, up x))."""
+
+    def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
+        width = local_size("intermediate_size", config.dense_intermediate_size, tp.size)
+        self._tp = tp
+        self._activation = make_activation(config)
+        self._input = FusedLinear(
+            weights,
+            config.hidden_size,
+            tuple(LinearPart((name,), width, is_split=True) for name in ("gate_proj", "up_proj")),
+        )
+        self._output = RowLinear(weights, "down_proj", (config.hidden_size, width))
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        gate, up = self._input(x_TH)
+        return self._tp.all_reduce(self._output(self._activation(gate, up)))
+
+
+class MoeMlp:
+    """Routed experts at latent or full width, plus the shared MLP on the full input."""
+
+    def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
+        moe = config.moe
+        assert moe is not None, "a MoE layer needs its configuration"
+        self._moe = moe
+        self._tp = tp
+        self._activation = make_activation(config)
+        hidden_size = config.hidden_size
+        expert_width = local_size("moe_intermediate_size", moe.intermediate_size, tp.size)
+        shared_width = moe.shared_intermediate_size // tp.size
+        routed_size = moe.latent_size or hidden_size
+        self._has_shared = shared_width > 0
+        self._has_latent = moe.latent_size is not None
+        parts = []
+        if moe.latent_size is not None:
+            parts.append(LinearPart(("routed_expert_down_proj",), routed_size, is_split=False))
+        if self._has_shared:
+            for name in ("shared_experts.gate_proj", "shared_experts.up_proj"):
+                parts.append(LinearPart((name,), shared_width, is_split=True))
+        self._input = FusedLinear(weights, hidden_size, tuple(parts)) if parts else None
+        self._router_EH = weights.parameter(moe.num_experts, hidden_size, kind=WeightKind.ROUTER)
+        weights.bind("gate.weight", self._router_EH, WeightKind.ROUTER)
+        self._router_bias_E = weights.parameter(moe.num_experts, kind=WeightKind.ROUTER_BIAS)
+        weights.bind("gate.e_score_correction_bias", self._router_bias_E, WeightKind.ROUTER_BIAS)
+        self._bind_experts(weights.child("experts"), routed_size, expert_width)
+        self._latent_norm: RmsNorm | None = None
+        self._latent_up: ColumnLinear | None = None
+        if moe.latent_size is not None:
+            if moe.has_latent_norm:
+                self._latent_norm = RmsNorm(
+                    weights, "routed_expert_norm", routed_size, config.rms_norm_eps
+                )
+            self._latent_up = ColumnLinear(
+                weights, "routed_expert_up_proj", (hidden_size, routed_size), is_split=False
+            )
+        self._shared_output: RowLinear | None = None
+        if self._has_shared:
+            self._shared_output = RowLinear(
+                weights, "shared_experts.down_proj", (hidden_size, shared_width)
+            )
+
+    def _bind_experts(self, weights: WeightScope, routed_size: int, width: int) -> None:
+        """w1 is the gate, w3 the up projection, w2 the down projection."""
+        num_experts = self._moe.num_experts
+        self._gate_up_E2IL = weights.parameter(num_experts, 2 * width, routed_size)
+        self._down_ELI = weights.parameter(num_experts, routed_size, width)
+        for expert in range(num_experts):
+            gate_IL, up_IL = self._gate_up_E2IL[expert].split(width)
+            for name, target, split_dim in (
+                ("w1", gate_IL, 0),
+                ("w3", up_IL, 0),
+                ("w2", self._down_ELI[expert], 1),
+            ):
+                weights.bind(
+                    f"{expert}.{name}.weight", target, WeightKind.EXPERT, split_dim=split_dim
+                )
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        parts = [] if self._input is None else list(self._input(x_TH))
+        latent_TL = parts.pop(0) if self._has_latent else x_TH
+        routed_TL = self._routed(x_TH, latent_TL)
+        shared_TH: Tensor | None = None
+        if self._shared_output is not None:
+            gate, up = parts
+            shared_TH = self._shared_output(self._activation(gate, up))
+        routed_TL, shared_TH = self._reduce(routed_TL, shared_TH)
+        if self._latent_norm is not None:
+            routed_TL = self._latent_norm(routed_TL)
+        if self._latent_up is not None:
+            routed_TL = self._latent_up(routed_TL)
+        return routed_TL if shared_TH is None else routed_TL + shared_TH
+
+    def _routed(self, x_TH: Tensor, latent_TL: Tensor) -> Tensor:
+        """This rank's addend of the experts' weighted sum, [T, L]."""
+        moe = self._moe
+        # The choice of experts flips on rounding, so its product is never below float32.
+        logits_TE = functional.linear(x_TH.to(self._router_EH.dtype), self._router_EH)
+        weights_TK, expert_ids_TK = route(
+            logits_TE,
+            self._router_bias_E,
+            moe.num_experts_per_token,
+            moe.score_function,
+            moe.renormalize,
+            moe.routed_scaling_factor,
+            moe.num_expert_groups,
+            moe.topk_group,
+        )
+        return routed_experts(
+            latent_TL,
+            weights_TK,
+            expert_ids_TK,
+            self._gate_up_E2IL,
+            self._down_ELI,
+            self._activation,
+        ).to(x_TH.dtype)
+
+    def _reduce(self, routed_TL: Tensor, shared_TH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Sum both addends over the ranks in one collective.
+
+        The routed sum must be complete before its norm, which is not linear.
+        """
+        if self._tp.size == 1:
+            return routed_TL, shared_TH
+        if shared_TH is None:
+            return self._tp.all_reduce(routed_TL), None
+        if not self._has_latent:
+            return self._tp.all_reduce(routed_TL + shared_TH), None
+        both = self._tp.all_reduce(torch.cat([routed_TL, shared_TH], dim=-1))
+        return both[:, : routed_TL.shape[1]], both[:, routed_TL.shape[1] :]

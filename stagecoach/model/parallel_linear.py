@@ -1,0 +1,159 @@
+"""Linear layers, embedding and output head, split over the tensor-parallel ranks of a stage.
+
+Owns how a weight is split and where the ranks meet: a column split needs nothing, a row
+split ends in a sum, the vocabulary in a sum (embedding) or a gather (head). Knows the ranks
+only through `TensorParallel`.
+
+Dimensions: T tokens, R rows, I inputs, O outputs, H hidden size, V vocabulary. None of the
+published layers has a bias.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stagecoach.model.tensor_split import vocab_shard_size
+from stagecoach.model.weight_slots import WeightScope
+
+
+class TensorParallel(Protocol):
+    """The ranks of one stage; every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks; the argument may be overwritten, use what is returned."""
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors, of one shape, joined along `dim` in rank order."""
+
+
+class SingleRank:
+    """A stage of one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor
+
+
+class LinearPart(NamedTuple):
+    """One output of a fused matrix: published projections of one width, side by side."""
+
+    names: tuple[str, ...]
+    width: int  # of each, on this rank
+    is_split: bool  # by output rows; otherwise every rank computes all of it
+
+
+class FusedLinear:
+    """Projections that share an input, as one matrix product."""
+
+    def __init__(
+        self, weights: WeightScope, num_inputs: int, parts: tuple[LinearPart, ...]
+    ) -> None:
+        self._sizes = [len(part.names) * part.width for part in parts]
+        self._weight_OI = weights.parameter(sum(self._sizes), num_inputs)
+        start = 0
+        for part in parts:
+            for name in part.names:
+                target = self._weight_OI[start : start + part.width]
+                weights.bind(f"{name}.weight", target, split_dim=0 if part.is_split else None)
+                start += part.width
+
+    def __call__(self, x_TI: Tensor) -> tuple[Tensor, ...]:
+        """[T, I] -> one [T, O] view for each part, in their order."""
+        return functional.linear(x_TI, self._weight_OI).split_with_sizes(self._sizes, dim=-1)
+
+
+class ColumnLinear:
+    """One projection; with `is_split` each rank computes its share of the outputs."""
+
+    def __init__(
+        self, weights: WeightScope, name: str, sizes: tuple[int, int], *, is_split: bool
+    ) -> None:
+        self.weight_OI = weights.parameter(*sizes)
+        weights.bind(f"{name}.weight", self.weight_OI, split_dim=0 if is_split else None)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return functional.linear(x_TI, self.weight_OI)
+
+
+class RowLinear:
+    """A projection whose inputs are split. The ranks' results are still to be summed."""
+
+    def __init__(self, weights: WeightScope, name: str, sizes: tuple[int, int]) -> None:
+        self.weight_OI = weights.parameter(*sizes)
+        weights.bind(f"{name}.weight", self.weight_OI, split_dim=1)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, I of this rank] -> [T, O], this rank's addend."""
+        return functional.linear(x_TI, self.weight_OI)
+
+
+class VocabShard:
+    """This rank's rows of a [V, H] matrix; rows beyond the vocabulary are zero."""
+
+    def __init__(self, weights: WeightScope, name: str, vocab_size: int, hidden_size: int) -> None:
+        shard = vocab_shard_size(vocab_size, weights.tp_size)
+        self.vocab_size = vocab_size
+        self.start = min(vocab_size, shard * weights.tp_rank)
+        self.num_rows = min(vocab_size, self.start + shard) - self.start
+        real_VH = weights.parameter(self.num_rows, hidden_size)
+        weights.bind_region(
+            f"{name}.weight",
+            real_VH,
+            (vocab_size, hidden_size),
+            (slice(self.start, self.start + self.num_rows), slice(0, hidden_size)),
+        )
+        self.weight_VH = real_VH
+        self._num_padded = shard - self.num_rows
+
+    def prepare(self) -> None:
+        """Pad the shard after loading, so that all ranks gather one shape."""
+        if self._num_padded:
+            padding = self.weight_VH.new_zeros(self._num_padded, self.weight_VH.shape[1])
+            self.weight_VH = torch.cat([self.weight_VH, padding])
+            self._num_padded = 0
+
+
+class VocabEmbedding:
+    """Token ids to hidden rows."""
+
+    def __init__(self, shard: VocabShard, tp: TensorParallel) -> None:
+        self._shard = shard
+        self._tp = tp
+
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
+        """int64 [T] -> [T, H]; every id must lie in the vocabulary."""
+        shard = self._shard
+        if self._tp.size == 1:
+            return functional.embedding(token_ids_T, shard.weight_VH)
+        local_T = token_ids_T - shard.start
+        is_here_T = (local_T >= 0) & (local_T < shard.num_rows)
+        rows_TH = functional.embedding(local_T.where(is_here_T, 0), shard.weight_VH)
+        return self._tp.all_reduce(rows_TH * is_here_T[:, None])
+
+
+class VocabHead:
+    """Hidden rows to logits over the whole vocabulary, on every rank."""
+
+    def __init__(self, shard: VocabShard, tp: TensorParallel) -> None:
+        self._shard = shard
+        self._tp = tp
+
+    def __call__(self, x_RH: Tensor) -> Tensor:
+        """[R, H] -> [R, V], at least float32."""
+        logits_RV = functional.linear(x_RH, self._shard.weight_VH)
+        if self._tp.size > 1:
+            logits_RV = self._tp.all_gather(logits_RV, dim=-1)[:, : self._shard.vocab_size]
+        return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))

@@ -1,0 +1,130 @@
+"""Which checkpoint tensor, or which part of it, goes where in this rank's parameters.
+
+Modules allocate their parameters and bind each to published names while they are built; the
+loader walks the slots afterwards. Owns that list. Knows no file.
+
+    checkpoint tensor   |..........| region |..........|      (whole where not split)
+                                      v
+    parameter           |.... other slots ....| target |      (a fused matrix has many)
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class WeightKind(Enum):
+    """What a tensor is for: how it is stored, and how a random one is drawn."""
+
+    MATRIX = "matrix"
+    ROUTER = "router"  # a matrix that stays at least float32 here, though stored as others are
+    EXPERT = "expert"  # a matrix that may be stored packed as MXFP4
+    NORM = "norm"
+    HEAD_NORM = "head_norm"
+    CONVOLUTION = "convolution"
+    DECAY = "decay"  # A_log, possibly padded and with axes of length one
+    DECAY_BIAS = "decay_bias"
+    ROUTER_BIAS = "router_bias"
+
+    @property
+    def is_stored_as_float32(self) -> bool:
+        return self in (
+            WeightKind.HEAD_NORM,
+            WeightKind.CONVOLUTION,
+            WeightKind.DECAY,
+            WeightKind.DECAY_BIAS,
+            WeightKind.ROUTER_BIAS,
+        )
+
+    @property
+    def is_at_least_float32(self) -> bool:
+        return self.is_stored_as_float32 or self is WeightKind.ROUTER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSlot:
+    """One checkpoint tensor's place on this rank."""
+
+    name: str  # as published, without the text model's prefix
+    shape: tuple[int, ...]  # of the whole tensor
+    region: tuple[slice, ...]  # this rank's part of it, one slice a dim, with start and stop
+    target: Tensor  # view of a parameter, of the region's shape
+    kind: WeightKind
+
+
+class WeightScope:
+    """Builds the slots of one module; children share the list and extend the name.
+
+    Args:
+        dtype: of the parameters; kinds that need it stay at least float32.
+        device: where the parameters live; "meta" names and shapes them without memory.
+        tp_rank, tp_size: the part of split tensors that this rank takes.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, *, device: str = "cpu", tp_rank: int = 0, tp_size: int = 1
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        self.slots: list[WeightSlot] = []
+        self.parameters: list[Tensor] = []
+        self._prefix = ""
+
+    def child(self, name: str) -> "WeightScope":
+        """The scope of a part called `name`."""
+        scope = WeightScope(
+            self.dtype, device=self.device, tp_rank=self.tp_rank, tp_size=self.tp_size
+        )
+        scope.slots, scope.parameters = self.slots, self.parameters
+        scope._prefix = f"{self._prefix}{name}."
+        return scope
+
+    def parameter(self, *shape: int, kind: WeightKind = WeightKind.MATRIX) -> Tensor:
+        """A parameter filled with NaN: what no slot fills shows."""
+        dtype = self.dtype
+        if kind.is_at_least_float32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        tensor = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        self.parameters.append(tensor)
+        return tensor
+
+    def bind(
+        self,
+        name: str,
+        target: Tensor,
+        kind: WeightKind = WeightKind.MATRIX,
+        *,
+        split_dim: int | None = None,
+    ) -> None:
+        """Fill `target` from the tensor `name`; with `split_dim`, from this rank's equal share."""
+        shape = list(target.shape)
+        region = [slice(0, size) for size in shape]
+        if split_dim is not None:
+            share = shape[split_dim]
+            shape[split_dim] = share * self.tp_size
+            start = share * self.tp_rank
+            region[split_dim] = slice(start, start + share)
+        self.bind_region(name, target, tuple(shape), tuple(region), kind)
+
+    def bind_region(
+        self,
+        name: str,
+        target: Tensor,
+        shape: tuple[int, ...],
+        region: tuple[slice, ...],
+        kind: WeightKind = WeightKind.MATRIX,
+    ) -> None:
+        """Fill `target` from `region` of the tensor `name`, whose whole shape is `shape`."""
+        part = tuple(span.stop - span.start for span in region)
+        assert part == tuple(target.shape), f"{name}: region {part}, target {tuple(target.shape)}"
+        self.slots.append(WeightSlot(self._prefix + name, shape, region, target, kind))
+
+    def check_covered(self) -> None:
+        """Assert that the slots bound so far fill every parameter, and none twice."""
+        num_bound = sum(slot.target.numel() for slot in self.slots)
+        num_values = sum(parameter.numel() for parameter in self.parameters)
+        assert num_bound == num_values, f"slots hold {num_bound} of {num_values} values"

@@ -1,0 +1,165 @@
+"""Fills the slots of one rank's model from a checkpoint, each exactly once.
+
+Owns the order of the load and the checks of shape and dtype. Reads only the tensors, and of
+them only the parts, that this rank needs; what the whole checkpoint holds is compared with
+the whole model by name first, so that a wrong checkpoint fails before a tensor is read.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stagecoach.model.checkpoint_reader import CheckpointReader
+from stagecoach.model.dummy_weights import draw_tensor
+from stagecoach.model.kimi_k3 import StageModel
+from stagecoach.model.ledger import (
+    LoadLedger,
+    check_checkpoint,
+    model_tensors,
+    packed_names,
+)
+from stagecoach.model.parallel_linear import TensorParallel
+from stagecoach.model.quantization import GROUP_SIZE, unpack_mxfp4
+from stagecoach.model.weight_slots import WeightKind, WeightSlot
+from stagecoach.model_config import ModelConfig
+from stagecoach.pipeline.stage import Stage
+
+
+class LoadProgress(NamedTuple):
+    """State of a load after one more tensor."""
+
+    tensor: str
+    num_loaded: int
+    num_tensors: int
+    num_bytes: int  # of parameters filled so far
+    total_bytes: int  # of all parameters of this rank
+
+
+Progress = Callable[[LoadProgress], None]
+
+# Types, as safetensors spells them, in which unpacked weights may be stored.
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def load_stage(
+    folder: Path,
+    config: ModelConfig,
+    stage: Stage,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StageModel:
+    """Build and fill one rank's model.
+
+    Args:
+        folder: checkpoint folder; not touched when `load_format` is "dummy".
+        dtype: of the parameters; tensors that need it stay at least float32.
+        load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
+        seed: of the dummy weights.
+        progress: called after every tensor.
+
+    Raises:
+        CheckpointError: a tensor is missing, unused, mis-shaped, mistyped or unreadable, or a
+            file is missing or cut short; the text names files and tensors.
+        ConfigError: the number of ranks does not divide the model's heads or widths.
+    """
+    model = StageModel(config, stage, tp, dtype)
+    if load_format == "dummy":
+        fill: Callable[[WeightSlot], None] = _dummy_filler(seed)
+        slots = model.slots
+    else:
+        reader = CheckpointReader(folder, has_tied_head=config.tie_word_embeddings)
+        check_checkpoint(folder, reader.stored, model_tensors(config))
+        fill = _CheckpointFiller(reader)
+        slots = sorted(model.slots, key=fill.file_order)
+    ledger = LoadLedger(model.slots)
+    num_bytes = 0
+    total_bytes = sum(slot.target.nbytes for slot in slots)
+    for count, slot in enumerate(slots, start=1):
+        fill(slot)
+        ledger.fill(slot)
+        num_bytes += slot.target.nbytes
+        if progress is not None:
+            progress(LoadProgress(slot.name, count, len(slots), num_bytes, total_bytes))
+    ledger.close()
+    model.prepare()
+    return model
+
+
+def _dummy_filler(seed: int) -> Callable[[WeightSlot], None]:
+    def fill(slot: WeightSlot) -> None:
+        slot.target.copy_(draw_tensor(slot, seed)[slot.region])
+
+    return fill
+
+
+class _CheckpointFiller:
+    """Copies a slot's region of a stored tensor into its target."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def file_order(self, slot: WeightSlot) -> str:
+        """Slots sorted by this open each shard once."""
+        name = slot.name if slot.name in self._reader.stored else packed_names(slot.name)[0]
+        return str(self._reader.stored[name].path)
+
+    def __call__(self, slot: WeightSlot) -> None:
+        if slot.name not in self._reader.stored:
+            part = self._read_packed(slot)
+        elif slot.kind in (WeightKind.DECAY, WeightKind.DECAY_BIAS):
+            part = self._read_vector(slot)
+        else:
+            self._check(slot.name, slot.shape)
+            part = self._reader.read(slot.name, slot.region)
+        slot.target.copy_(part)
+
+    def _read_vector(self, slot: WeightSlot) -> Tensor:
+        """A vector stored with axes of length one around it; A_log may be padded at its end."""
+        shape, _ = self._check(slot.name, None)
+        vector = self._reader.read(slot.name, ()).flatten()
+        (size,) = slot.shape
+        is_padded = slot.kind is WeightKind.DECAY and len(vector) > size
+        if max(shape) != len(vector) or (len(vector) != size and not is_padded):
+            raise self._reader.error(slot.name, f"has shape {list(shape)}, not [{size}]")
+        return vector[:size][slot.region]
+
+    def _read_packed(self, slot: WeightSlot) -> Tensor:
+        """Decode the groups that cover the region, then cut to it."""
+        codes, scales = packed_names(slot.name)
+        num_rows, num_columns = slot.shape
+        if num_columns % GROUP_SIZE:
+            raise self._reader.error(
+                codes, f"packs {num_columns} columns, not a multiple of {GROUP_SIZE}"
+            )
+        self._check(codes, (num_rows, num_columns // 2), "U8")
+        self._check(scales, (num_rows, num_columns // GROUP_SIZE), "U8")
+        rows, columns = slot.region
+        first, last = columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE)
+        per_group = GROUP_SIZE // 2
+        weight = unpack_mxfp4(
+            self._reader.read(codes, (rows, slice(first * per_group, last * per_group))),
+            self._reader.read(scales, (rows, slice(first, last))),
+            slot.target.dtype,
+        )
+        offset = first * GROUP_SIZE
+        return weight[:, columns.start - offset : columns.stop - offset]
+
+    def _check(
+        self, name: str, expected_shape: tuple[int, ...] | None, expected_dtype: str | None = None
+    ) -> tuple[tuple[int, ...], str]:
+        shape, dtype = self._reader.shape_and_dtype(name)
+        if expected_shape is not None and shape != expected_shape:
+            raise self._reader.error(name, f"has shape {list(shape)}, not {list(expected_shape)}")
+        if expected_dtype is None and dtype not in _FLOAT_DTYPES:
+            raise self._reader.error(
+                name, f"has dtype {dtype}, not one of {', '.join(_FLOAT_DTYPES)}"
+            )
+        if expected_dtype is not None and dtype != expected_dtype:
+            raise self._reader.error(name, f"has dtype {dtype}, not {expected_dtype}")
+        return shape, dtype

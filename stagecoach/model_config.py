@@ -1,0 +1,344 @@
+"""What a checkpoint's `config.json` says, checked and under our names.
+
+Owns the mapping from published keys (reference: Kimi-K3 `text_config`, Kimi-Linear
+`config.json`) to architecture facts. Knows no tensor and no rank: `schedule/`, `pipeline/`
+and `model/` all read it. The two families differ only in the values below, never in a
+subclass.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from stagecoach.errors import CheckpointError, ConfigError
+
+
+class LayerKind(Enum):
+    """Which attention a decoder layer has."""
+
+    KDA = "kda"
+    MLA = "mla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KdaConfig:
+    """Gated delta rule linear attention (Kimi Linear, arXiv 2510.26692, §3)."""
+
+    num_heads: int
+    head_dim: int  # keys and values have the same width
+    conv_kernel_size: int
+    gate_lower_bound: float | None  # None: the softplus decay of Kimi-Linear
+    has_full_rank_gate: bool  # one g_proj; otherwise g_a_proj and g_b_proj
+
+    @property
+    def num_conv_rows(self) -> int:
+        """Pre-convolution rows that a request keeps between steps."""
+        return self.conv_kernel_size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaConfig:
+    """Multi-head latent attention without positions (NoPE)."""
+
+    num_heads: int
+    q_lora_rank: int | None  # None: one full-rank q_proj
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int  # present in the checkpoint, never rotated
+    v_head_dim: int
+    has_output_gate: bool
+    latent_norm_eps: float  # 1e-6, the class default of the published code, not rms_norm_eps
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_row_width(self) -> int:
+        """Values cached per token and layer: the normed latent, then k_pe."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1.0 / math.sqrt(self.qk_head_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Routed experts and the shared MLP beside them."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one routed expert
+    shared_intermediate_size: int  # all shared experts fused; 0 without any
+    latent_size: int | None  # width of the routed experts; None: hidden_size
+    has_latent_norm: bool  # RMSNorm on the complete routed sum
+    score_function: str  # "sigmoid" or "softmax"
+    renormalize: bool
+    routed_scaling_factor: float
+    num_expert_groups: int
+    topk_group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Architecture of one decoder-only text model."""
+
+    model_type: str  # "kimi_k3" or "kimi_linear"
+    vocab_size: int
+    hidden_size: int
+    layer_kinds: tuple[LayerKind, ...]  # one a decoder layer, 0-based
+    is_moe_layer: tuple[bool, ...]
+    dense_intermediate_size: int
+    kda: KdaConfig
+    mla: MlaConfig
+    moe: MoeConfig | None  # None: every layer is dense
+    activation: str  # "situ" or "silu"
+    situ_beta: float
+    situ_linear_beta: float | None
+    rms_norm_eps: float
+    attn_res_block_size: int | None  # None: a plain residual stream
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    eos_token_ids: tuple[int, ...]
+    tensor_prefix: str  # "language_model." for Kimi-K3, "" for Kimi-Linear
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_kinds)
+
+    def num_closed_blocks(self, layer: int) -> int:
+        """Blocks in the residual bank before decoder layer `layer` runs: ceil(layer / block)."""
+        if self.attn_res_block_size is None:
+            return 0
+        return -(-layer // self.attn_res_block_size)
+
+
+def load_model_config(folder: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Read `folder/config.json`.
+
+    Args:
+        folder: checkpoint folder.
+        overrides: keys that replace those of the file (`--hf-overrides`); a nested dict
+            replaces key by key.
+
+    Raises:
+        CheckpointError: no readable config.json.
+        ConfigError: a key is missing or has a value that this engine does not implement.
+    """
+    path = folder / "config.json"
+    try:
+        root = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    return parse_model_config(_merge(root, overrides or {}), _generation_eos(folder))
+
+
+def parse_model_config(
+    root: dict[str, Any], extra_eos_token_ids: tuple[int, ...] = ()
+) -> ModelConfig:
+    """Turn a parsed `config.json` into a ModelConfig; errors as in `load_model_config`."""
+    model_type = root.get("model_type")
+    if model_type == "kimi_k3":
+        text = root.get("text_config")
+        if not isinstance(text, dict):
+            raise ConfigError("config.json: model_type kimi_k3 needs a text_config object")
+        prefix = "language_model."
+    elif model_type == "kimi_linear":
+        text, prefix = root, ""
+    else:
+        raise ConfigError(
+            f"config.json: model_type={model_type!r} is not supported (kimi_k3, kimi_linear)"
+        )
+    keys = _Keys(text)
+    num_layers = keys.integer("num_hidden_layers")
+    linear = keys.section("linear_attn_config")
+    mla_layers, kda_layers = linear.integers("full_attn_layers"), linear.integers("kda_layers")
+    _check_layer_lists(mla_layers, kda_layers, num_layers)
+    # The published lists count from 1.
+    kinds = tuple(
+        LayerKind.KDA if layer + 1 in kda_layers else LayerKind.MLA for layer in range(num_layers)
+    )
+    _check_fixed_values(keys)
+    activation = keys.choice("hidden_act", ("situ", "silu"), default="silu")
+    moe = _parse_moe(keys)
+    first_moe, frequency = (
+        keys.integer("first_k_dense_replace", 0),
+        keys.integer("moe_layer_freq", 1),
+    )
+    eos = (*_as_ids(root.get("eos_token_id", text.get("eos_token_id"))), *extra_eos_token_ids)
+    block = text.get("attn_res_block_size")
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        layer_kinds=kinds,
+        is_moe_layer=tuple(
+            moe is not None and layer >= first_moe and layer % frequency == 0
+            for layer in range(num_layers)
+        ),
+        dense_intermediate_size=keys.integer("intermediate_size"),
+        kda=KdaConfig(
+            num_heads=linear.integer("num_heads"),
+            head_dim=linear.integer("head_dim"),
+            conv_kernel_size=linear.integer("short_conv_kernel_size"),
+            gate_lower_bound=linear.number("gate_lower_bound", None),
+            has_full_rank_gate=bool(linear.get("use_full_rank_gate", False)),
+        ),
+        mla=MlaConfig(
+            num_heads=keys.integer("num_attention_heads"),
+            q_lora_rank=text.get("q_lora_rank"),
+            kv_lora_rank=keys.integer("kv_lora_rank"),
+            qk_nope_head_dim=keys.integer("qk_nope_head_dim"),
+            qk_rope_head_dim=keys.integer("qk_rope_head_dim"),
+            v_head_dim=keys.integer("v_head_dim"),
+            has_output_gate=bool(text.get("mla_use_output_gate", False)),
+            latent_norm_eps=1e-6,
+        ),
+        moe=moe,
+        activation=activation,
+        situ_beta=float(text.get("activation_situ_beta") or 1.0),
+        situ_linear_beta=keys.number("activation_situ_linear_beta", None),
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-5)),
+        attn_res_block_size=int(block) if block else None,
+        max_position_embeddings=int(
+            text.get("max_position_embeddings") or text.get("model_max_length") or 1048576
+        ),
+        tie_word_embeddings=bool(
+            text.get("tie_word_embeddings", root.get("tie_word_embeddings", False))
+        ),
+        dtype=_checkpoint_dtype(root, text),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        tensor_prefix=prefix,
+    )
+
+
+class _Keys:
+    """One object of config.json; a missing or mistyped key is refused by name."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._values.get(key, default)
+
+    def section(self, key: str) -> "_Keys":
+        value = self._values.get(key)
+        if not isinstance(value, dict):
+            raise ConfigError(f"config.json: {key} is missing or not an object")
+        return _Keys(value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"config.json: {key}={value!r} must be a non-negative integer")
+        return value
+
+    def number(self, key: str, default: float | None) -> float | None:
+        value = self._values.get(key, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"config.json: {key}={value!r} must be a number")
+        return float(value)
+
+    def integers(self, key: str) -> frozenset[int]:
+        value = self._values.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise ConfigError(f"config.json: {key} must be a list of layer numbers")
+        return frozenset(value)
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self._values.get(key, default)
+        if value not in allowed:
+            raise ConfigError(
+                f"config.json: {key}={value!r} is not supported ({', '.join(allowed)})"
+            )
+        return value
+
+
+def _parse_moe(keys: _Keys) -> MoeConfig | None:
+    num_experts = keys.get("num_experts")
+    if not num_experts:
+        return None
+    intermediate = keys.integer("moe_intermediate_size")
+    num_experts_per_token = keys.integer("num_experts_per_token")
+    if not 0 < num_experts_per_token <= num_experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_token={num_experts_per_token} must lie in "
+            f"1..num_experts={num_experts}"
+        )
+    return MoeConfig(
+        num_experts=keys.integer("num_experts"),
+        num_experts_per_token=num_experts_per_token,
+        intermediate_size=intermediate,
+        shared_intermediate_size=intermediate * (keys.get("num_shared_experts") or 0),
+        latent_size=keys.get("routed_expert_hidden_size"),
+        has_latent_norm=bool(keys.get("latent_moe_use_norm", False)),
+        score_function=keys.choice(
+            "moe_router_activation_func", ("sigmoid", "softmax"), default="sigmoid"
+        ),
+        renormalize=bool(keys.get("moe_renormalize", True)),
+        routed_scaling_factor=float(keys.get("routed_scaling_factor", 1.0)),
+        num_expert_groups=keys.integer("num_expert_group", 1) or 1,
+        topk_group=keys.integer("topk_group", 1) or 1,
+    )
+
+
+def _check_layer_lists(
+    mla_layers: frozenset[int], kda_layers: frozenset[int], num_layers: int
+) -> None:
+    both = mla_layers & kda_layers
+    if both or mla_layers | kda_layers != frozenset(range(1, num_layers + 1)):
+        raise ConfigError(
+            "config.json: linear_attn_config.full_attn_layers and kda_layers must share out "
+            f"1..num_hidden_layers={num_layers}; listed twice: {sorted(both)}, missing: "
+            f"{sorted(frozenset(range(1, num_layers + 1)) - mla_layers - kda_layers)}"
+        )
+
+
+def _check_fixed_values(keys: _Keys) -> None:
+    if keys.get("mla_use_nope", True) is not True:
+        raise ConfigError("config.json: mla_use_nope=false is not supported (MLA has no positions)")
+    if keys.get("num_nextn_predict_layers", 0):
+        raise ConfigError(
+            f"config.json: num_nextn_predict_layers={keys.get('num_nextn_predict_layers')} "
+            "is not supported (MTP layers belong to a checkpoint of their own)"
+        )
+
+
+def _checkpoint_dtype(root: dict[str, Any], text: dict[str, Any]) -> str:
+    for source in (root, text):
+        for key in ("dtype", "torch_dtype"):
+            if source.get(key):
+                return str(source[key]).removeprefix("torch.")
+    return "bfloat16"
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return ()
+    return _as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+
+
+def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged

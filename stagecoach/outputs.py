@@ -1,0 +1,139 @@
+"""What a request returns, and how an engine's progress becomes it.
+
+Owns the shape of results (names as in vLLM) and the assembly of one request: its n
+completions, their text, and the cut at a stop string. Knows the engine only as `Progress`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stagecoach.request import FinishReason, SamplingParams, TokenLogprobs
+from stagecoach.schedule.commit import Progress
+from stagecoach.text.detokenizer import IncrementalDetokenizer
+from stagecoach.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One of the n completions of a request, complete up to now."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # one a token, where asked for
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
+    stop_reason: int | str | None = None  # stop token id or stop string that ended it
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTimings:
+    """Seconds since the request was submitted, and counts of its work."""
+
+    first_token_seconds: float | None = None
+    total_seconds: float = 0.0
+    num_steps: int = 0  # step plans that computed tokens of it
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request, complete up to now."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
+    num_cached_tokens: int
+    timings: RequestTimings
+
+    @property
+    def is_finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class RequestAssembler:
+    """Builds a RequestOutput from the progress of the request's completions."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        self._submitted = time.perf_counter()
+        self._detokenizers = [
+            IncrementalDetokenizer(
+                tokenizer,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
+        self._steps = [0] * params.n
+        self._preemptions = [0] * params.n
+        self.output = RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=list(prompt_token_ids),
+            outputs=[
+                CompletionOutput(index=index, logprobs=None if params.logprobs is None else [])
+                for index in range(params.n)
+            ],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            num_cached_tokens=0,
+            timings=RequestTimings(),
+        )
+
+    def absorb(self, index: int, progress: Progress) -> str:
+        """Apply the progress of completion `index`; returns the text that became certain.
+
+        When a stop string ended the completion while the engine has not, `finish_reason` is
+        set here and the caller aborts the engine's request.
+        """
+        output = self.output.outputs[index]
+        if output.finish_reason is not None:
+            return ""
+        detokenizer = self._detokenizers[index]
+        delta = detokenizer.push(progress.token_ids)
+        if progress.finish_reason is not None:
+            delta += detokenizer.finish()
+        output.text += delta
+        self._note_tokens(output, progress, detokenizer)
+        self._note_counts(index, progress)
+        return delta
+
+    def _note_tokens(
+        self, output: CompletionOutput, progress: Progress, detokenizer: IncrementalDetokenizer
+    ) -> None:
+        output.token_ids.extend(progress.token_ids)
+        if output.logprobs is not None:
+            output.logprobs.extend(progress.logprobs)
+        if progress.finish_reason is not None:
+            output.finish_reason = progress.finish_reason.value
+            output.stop_reason = progress.stop_reason
+        match = detokenizer.stop_match
+        if match is not None:
+            del output.token_ids[match.num_tokens :]
+            if output.logprobs is not None:
+                del output.logprobs[match.num_tokens :]
+            output.finish_reason = FinishReason.STOP.value
+            output.stop_reason = match.stop
+        # The n completions share the prompt; the first to say so counts.
+        prompt_logprobs = self.output.prompt_logprobs
+        if prompt_logprobs is not None and output.index == 0:
+            prompt_logprobs.extend(progress.prompt_logprobs)
+
+    def _note_counts(self, index: int, progress: Progress) -> None:
+        timings = self.output.timings
+        elapsed = time.perf_counter() - self._submitted
+        if progress.token_ids and timings.first_token_seconds is None:
+            timings.first_token_seconds = elapsed
+        timings.total_seconds = elapsed
+        self._steps[index] = progress.steps
+        self._preemptions[index] = progress.preemptions
+        timings.num_steps = sum(self._steps)
+        timings.num_preemptions = sum(self._preemptions)
+        self.output.num_cached_tokens = progress.num_cached_tokens

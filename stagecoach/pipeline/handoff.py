@@ -1,0 +1,111 @@
+"""Boundary fields from one stage to the next.
+
+Each tensor rank sends its 1/tp of a field to the same tensor rank of the next stage, which
+gathers the parts within its stage. Receives are posted in the declared order; a send keeps
+its tensor alive and is waited for only when its plan must have been finished anyway.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stagecoach.pipeline.boundary import BoundaryField
+from stagecoach.pipeline.links import Handle, Links
+from stagecoach.pipeline.topology import Topology, WorkerId
+
+
+class _Sending(NamedTuple):
+    step: int
+    handle: Handle
+    tensor: Tensor  # alive until the handle completes
+
+
+class Handoff:
+    """Both ends of this worker's stage."""
+
+    def __init__(
+        self,
+        links: Links,
+        worker: WorkerId,
+        topology: Topology,
+        incoming: tuple[BoundaryField, ...],
+        outgoing: tuple[BoundaryField, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self._links = links
+        self._previous_rank = worker.rank - topology.tp_size
+        self._next_rank = worker.rank + topology.tp_size
+        self._num_stages = topology.num_stages
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._dtype = dtype
+        self._step = 0
+        self._sending: deque[_Sending] = deque()
+
+    def begin_step(self, step: int) -> None:
+        """Let go of sends whose plan has come back from the last stage.
+
+        At most `num_stages` plans are in flight, so by now all stages are done with older
+        ones and these waits return at once.
+        """
+        self._step = step
+        while self._sending and self._sending[0].step <= step - self._num_stages:
+            self._sending.popleft().handle.wait()
+
+    def receive(self, num_tokens: int) -> dict[str, Tensor]:
+        """Wait for the fields of this step's tokens from the stage before, by name."""
+        tensor_parallel = self._links.tensor_parallel
+        posted: list[tuple[BoundaryField, Tensor, Handle | None]] = []
+        for tag, field in enumerate(self._incoming):
+            shape = (num_tokens, *field.row_shape)
+            num_values = shape_size(shape)
+            is_split = num_values % tensor_parallel.size == 0
+            share = num_values // tensor_parallel.size if is_split else num_values
+            part = torch.empty(share, dtype=self._dtype)
+            handle = None
+            if share:
+                handle = self._links.transport.receive(part, self._previous_rank, tag)
+            posted.append((field, part, handle))
+        received = {}
+        for field, part, handle in posted:
+            if handle is not None:
+                handle.wait()
+            shape = (num_tokens, *field.row_shape)
+            if part.numel() != shape_size(shape):
+                part = tensor_parallel.all_gather(part, dim=0)
+            received[field.name] = part.view(shape)
+        return received
+
+    def send_final(self, layer: int, read: Callable[[str], Tensor]) -> None:
+        """Send the fields that are final after decoder layer `layer`.
+
+        Args:
+            read: gives the tensor of a field by name; the caller never rewrites it.
+        """
+        tensor_parallel = self._links.tensor_parallel
+        for tag, field in enumerate(self._outgoing):
+            if field.final_after != layer:
+                continue
+            flat = read(field.name).reshape(-1)
+            assert flat.dtype == self._dtype, f"{field.name} is {flat.dtype}, not {self._dtype}"
+            if flat.numel() % tensor_parallel.size == 0:
+                share = flat.numel() // tensor_parallel.size
+                flat = flat[share * tensor_parallel.rank : share * (tensor_parallel.rank + 1)]
+            if flat.numel():
+                handle = self._links.transport.send(flat, self._next_rank, tag)
+                self._sending.append(_Sending(self._step, handle, flat))
+
+    def finish(self) -> None:
+        """Wait for every send; called once when the worker ends in order."""
+        while self._sending:
+            self._sending.popleft().handle.wait()
+
+
+def shape_size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

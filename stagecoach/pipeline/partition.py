@@ -1,0 +1,201 @@
+"""How many layers each pipeline stage gets.
+
+Owns the estimate of what a layer costs and the search for the most even contiguous split.
+Pure functions of numbers: knows no tensor, so the engine settles the partition before any
+worker starts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagecoach.errors import ConfigError
+from stagecoach.model_config import LayerKind, ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """Multiply-adds per token: of each layer, and of what the two ends hold beside layers."""
+
+    layers: tuple[int, ...]
+    first_stage: int  # embedding
+    last_stage: int  # final norm, output head and a drafter if there is one
+
+    def folded(self) -> tuple[int, ...]:
+        """One cost a layer, the ends added to the first and the last layer.
+
+        Contiguous stages always put those layers on the first and the last stage.
+        """
+        costs = list(self.layers)
+        costs[0] += self.first_stage
+        costs[-1] += self.last_stage
+        return tuple(costs)
+
+
+def estimate_layer_costs(model_config: ModelConfig, draft_cost: int = 0) -> LayerCosts:
+    """Weights that one token is multiplied with, which is also what a decode step reads.
+
+    Of the routed experts the chosen ones count. Attention over the context is left out: its
+    length is not known here.
+
+    Args:
+        draft_cost: multiply-adds per token of a drafter on the last stage.
+    """
+    hidden_size = model_config.hidden_size
+    return LayerCosts(
+        layers=tuple(_layer_cost(model_config, layer) for layer in range(model_config.num_layers)),
+        first_stage=hidden_size,
+        last_stage=hidden_size + model_config.vocab_size * hidden_size + draft_cost,
+    )
+
+
+def partition(
+    model_config: ModelConfig,
+    num_stages: int,
+    override: Sequence[int] | None = None,
+    draft_cost: int = 0,
+) -> tuple[int, ...]:
+    """Layers of each stage: the override if it fits, else the most even split by cost.
+
+    Raises:
+        ConfigError: more stages than layers, or an override that does not share out the layers.
+    """
+    num_layers = model_config.num_layers
+    if override is not None:
+        return _checked_override(tuple(override), num_stages, num_layers)
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size={num_stages}: the model has only "
+            f"num_hidden_layers={num_layers}, and every stage needs a layer"
+        )
+    return balance(estimate_layer_costs(model_config, draft_cost).folded(), num_stages)
+
+
+def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Split `costs` into contiguous non-empty groups whose largest sum is as small as can be.
+
+    Among the splits that reach that bound, the last group stays below it where possible, then
+    the sums are as even as can be (least squares), then the earlier groups take more.
+
+    Args:
+        costs: one non-negative cost a layer.
+        num_stages: between 1 and len(costs).
+
+    Returns:
+        Number of layers in each group.
+    """
+    assert 1 <= num_stages <= len(costs), f"{num_stages} groups of {len(costs)} layers"
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    bound = _smallest_bound(sums, num_stages)
+    counts = _most_even(sums, num_stages, bound, last_below=True)
+    if counts is None:
+        counts = _most_even(sums, num_stages, bound, last_below=False)
+    assert counts is not None, "the bound was reached once already"
+    return counts
+
+
+def _smallest_bound(sums: Sequence[float], num_stages: int) -> float:
+    """The least possible largest group sum, by dynamic programming over prefixes."""
+    num_layers = len(sums) - 1
+    bounds = [math.inf] * (num_layers + 1)
+    bounds[0] = 0.0
+    for stage in range(1, num_stages + 1):
+        bounds = [
+            min(
+                (max(bounds[start], sums[end] - sums[start]) for start in range(stage - 1, end)),
+                default=math.inf,
+            )
+            for end in range(num_layers + 1)
+        ]
+    return bounds[num_layers]
+
+
+def _most_even(
+    sums: Sequence[float], num_stages: int, bound: float, *, last_below: bool
+) -> tuple[int, ...] | None:
+    """The split within `bound` with the least sum of squares; None if there is none."""
+    num_layers = len(sums) - 1
+    # For each prefix, the best (sum of squares, last group's sum, negated counts); counts are
+    # negated so that the smaller tuple is the one whose earlier groups hold more layers.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_layers + 1)
+    best[0] = (0.0, 0.0, ())
+    for stage in range(1, num_stages + 1):
+        is_last = stage == num_stages
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_layers + 1)
+        for end in range(stage, num_layers + 1):
+            for start in range(stage - 1, end):
+                before = best[start]
+                share = sums[end] - sums[start]
+                if before is None or share > bound or (is_last and last_below and share == bound):
+                    continue
+                tie_break = share if is_last else 0.0
+                option = (before[0] + share * share, tie_break, (*before[2], start - end))
+                current = following[end]
+                if current is None or option < current:
+                    following[end] = option
+        best = following
+    result = best[num_layers]
+    return None if result is None else tuple(-count for count in result[2])
+
+
+def _checked_override(
+    override: tuple[int, ...], num_stages: int, num_layers: int
+) -> tuple[int, ...]:
+    text = f"--pp-partition={','.join(map(str, override))}"
+    if len(override) != num_stages:
+        raise ConfigError(
+            f"{text}: names {len(override)} stages, but --pipeline-parallel-size={num_stages}"
+        )
+    if any(count < 1 for count in override):
+        raise ConfigError(f"{text}: every stage needs at least one layer")
+    if sum(override) != num_layers:
+        raise ConfigError(
+            f"{text}: adds up to {sum(override)} layers, but num_hidden_layers={num_layers}"
+        )
+    return override
+
+
+def _layer_cost(config: ModelConfig, layer: int) -> int:
+    is_kda = config.layer_kinds[layer] is LayerKind.KDA
+    attention = _kda_cost(config) if is_kda else _mla_cost(config)
+    return attention + (_moe_cost(config) if config.is_moe_layer[layer] else _dense_cost(config))
+
+
+def _kda_cost(config: ModelConfig) -> int:
+    kda, hidden_size = config.kda, config.hidden_size
+    width = kda.num_heads * kda.head_dim
+    gate = hidden_size * width if kda.has_full_rank_gate else kda.head_dim * (hidden_size + width)
+    decay = kda.head_dim * (hidden_size + width)
+    convolution = 3 * width * kda.conv_kernel_size
+    recurrence = 3 * width * kda.head_dim
+    projections = hidden_size * (4 * width + kda.num_heads)
+    return projections + gate + decay + convolution + recurrence
+
+
+def _mla_cost(config: ModelConfig) -> int:
+    mla, hidden_size = config.mla, config.hidden_size
+    query_width, value_width = mla.num_heads * mla.qk_head_dim, mla.num_heads * mla.v_head_dim
+    if mla.q_lora_rank is None:
+        query = hidden_size * query_width
+    else:
+        query = mla.q_lora_rank * (hidden_size + query_width)
+    latent = hidden_size * mla.cache_row_width
+    absorbed = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    gate = hidden_size * value_width if mla.has_output_gate else 0
+    return query + latent + absorbed + gate + value_width * hidden_size
+
+
+def _dense_cost(config: ModelConfig) -> int:
+    return 3 * config.hidden_size * config.dense_intermediate_size
+
+
+def _moe_cost(config: ModelConfig) -> int:
+    moe, hidden_size = config.moe, config.hidden_size
+    assert moe is not None, "a MoE layer needs its configuration"
+    width = moe.latent_size or hidden_size
+    experts = moe.num_experts_per_token * 3 * width * moe.intermediate_size
+    latent = 2 * hidden_size * width if moe.latent_size else 0
+    shared = 3 * hidden_size * moe.shared_intermediate_size
+    return experts + latent + shared + hidden_size * moe.num_experts

@@ -1,0 +1,128 @@
+"""Links between workers that are threads of one process.
+
+Same contract as over processes, so that the same stages run: for debugging, and for tests
+that need many stages and ranks without starting any process.
+"""
+
+import queue
+import threading
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from stagecoach.errors import WorkerDiedError
+from stagecoach.model.parallel_linear import SingleRank, TensorParallel
+from stagecoach.pipeline.links import Handle, Links
+from stagecoach.pipeline.topology import Topology, WorkerId
+
+
+class ThreadMesh:
+    """Mailboxes and meeting points of all workers of one engine."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor | None]] = defaultdict(
+            queue.SimpleQueue
+        )
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._meetings = [_Meeting(topology.tp_size) for _ in range(topology.num_stages)]
+
+    def links(self, worker: WorkerId) -> Links:
+        tensor_parallel: TensorParallel = SingleRank()
+        if self._topology.tp_size > 1:
+            tensor_parallel = ThreadTensorParallel(self._meetings[worker.stage], worker.tp_rank)
+        return Links(ThreadTransport(self, worker.rank), tensor_parallel)
+
+    def box(self, from_rank: int, to_rank: int, tag: int) -> "queue.SimpleQueue[Tensor | None]":
+        with self._lock:
+            box = self._boxes[from_rank, to_rank, tag]
+            if self._is_closed:
+                box.put(None)
+            return box
+
+    def close(self) -> None:
+        """Wake every waiting worker with a WorkerDiedError."""
+        with self._lock:
+            self._is_closed = True
+            for box in self._boxes.values():
+                box.put(None)
+        for meeting in self._meetings:
+            meeting.barrier.abort()
+
+
+class ThreadTransport:
+    """Transport of one worker thread."""
+
+    def __init__(self, mesh: ThreadMesh, rank: int) -> None:
+        self._mesh = mesh
+        self._rank = rank
+
+    def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
+        self._mesh.box(self._rank, to_rank, tag).put(tensor)
+        return _Sent()
+
+    def receive(self, into: Tensor, from_rank: int, tag: int) -> Handle:
+        return _Receiving(self._mesh.box(from_rank, self._rank, tag), into)
+
+
+class _Sent:
+    # The receiver holds a reference; nobody rewrites a tensor that was handed over.
+    def wait(self) -> None:
+        return
+
+
+class _Receiving:
+    def __init__(self, box: "queue.SimpleQueue[Tensor | None]", into: Tensor) -> None:
+        self._box = box
+        self._into = into
+
+    def wait(self) -> None:
+        tensor = self._box.get()
+        if tensor is None:
+            raise WorkerDiedError("a neighbouring worker thread ended")
+        assert tensor.shape == self._into.shape, (
+            f"received {tuple(tensor.shape)}, expected {tuple(self._into.shape)}"
+        )
+        self._into.copy_(tensor)
+
+
+class _Meeting:
+    """A barrier and one place a rank to lay its tensor."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.places: list[Tensor | None] = [None] * size
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        try:
+            self.places[rank] = tensor.clone()
+            self.barrier.wait()
+            tensors = [place for place in self.places if place is not None]
+            # Nobody lays the next tensor before all have picked these up.
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise WorkerDiedError("a worker thread of this stage ended") from None
+        return tensors
+
+
+class ThreadTensorParallel:
+    """Collectives among the threads of one stage; sums in rank order on every rank."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self.rank = rank
+        self.size = len(meeting.places)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        first, *others = self._meeting.exchange(self.rank, tensor)
+        tensor.copy_(first)
+        for other in others:
+            tensor += other
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Concatenate the ranks' tensors, of one shape, along `dim`."""
+        return torch.cat(self._meeting.exchange(self.rank, tensor), dim=dim)

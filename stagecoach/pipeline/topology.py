@@ -1,0 +1,47 @@
+"""The grid of workers: pipeline stages × tensor-parallel ranks.
+
+Owns the numbering. Global rank = stage * tensor_parallel_size + tensor rank, so that the
+ranks of a stage are neighbours. Knows no process and no socket.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerId:
+    """One place in the grid."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+
+    @property
+    def name(self) -> str:
+        return f"worker[{self.stage},{self.tp_rank}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Shape of the grid."""
+
+    num_stages: int
+    tp_size: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_stages * self.tp_size
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(map(self.worker, range(self.num_workers)))
+
+    @property
+    def sampler_rank(self) -> int:
+        """The worker that samples and replies: tensor rank 0 of the last stage."""
+        return (self.num_stages - 1) * self.tp_size
+
+    def worker(self, rank: int) -> WorkerId:
+        return WorkerId(rank=rank, stage=rank // self.tp_size, tp_rank=rank % self.tp_size)
+
+    def stage_ranks(self, stage: int) -> range:
+        return range(stage * self.tp_size, (stage + 1) * self.tp_size)

@@ -1,0 +1,208 @@
+"""What a caller asks for, and the one mutable record of a request in flight.
+
+Owns the sampling parameters, their checks, and the request's progress as numbers.
+Only `schedule/` writes a Request. Knows no tensor and no text.
+
+    token index   0 ........ num_computed ........ num_tokens-1
+                  |computed  | not yet forwarded | <- newest token: the anchor once the
+                                                      prompt is done
+"""
+
+import math
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from stagecoach.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(Enum):
+    """Why a request ended, as OpenAI spells it where it has a word."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens and when to stop; names and defaults as in vLLM.
+
+    `seed` None draws one from the engine's seed and the order of arrival. With n > 1,
+    completion i samples with seed + i.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the model's length
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # that many alternatives beside the sampled token
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def check(self, *, vocab_size: int, max_model_len: int) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            RequestError: names the first field that is wrong and its bounds.
+        """
+        for name, low, high in (
+            ("temperature", 0.0, 100.0),
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            _check_range(name, getattr(self, name), low, high)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_is_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_is_open=True)
+        _check_count("n", self.n, 1, 128)
+        _check_count("top_k", self.top_k, -1, None)
+        if self.max_tokens is not None:
+            _check_count("max_tokens", self.max_tokens, 1, max_model_len)
+        _check_count("min_tokens", self.min_tokens, 0, self.max_tokens or max_model_len)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _check_count("seed", self.seed, 0, MAX_SEED)
+        for token_id in self.stop_token_ids:
+            _check_token_id("stop_token_ids", token_id, vocab_size)
+        for token_id, bias in self.logit_bias.items():
+            _check_token_id("logit_bias", token_id, vocab_size)
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        if any(not text for text in self.stop):
+            raise RequestError("stop", "a stop string must not be empty")
+
+
+def check_prompt(token_ids: list[int] | tuple[int, ...], *, vocab_size: int, limit: int) -> None:
+    """Refuse a prompt that is empty, too long or holds an unknown id.
+
+    Args:
+        limit: the most prompt tokens that leave room for one output token.
+
+    Raises:
+        RequestError: field "prompt".
+    """
+    if not token_ids:
+        raise RequestError("prompt", "must hold at least one token")
+    if len(token_ids) > limit:
+        raise RequestError(
+            "prompt",
+            f"has {len(token_ids)} tokens; at most {limit} fit beside one output token",
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError("prompt", f"token id {bad} is not in 0..{vocab_size - 1}")
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, from the unprocessed logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion in the engine. Written by `schedule/` only."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # resolved: never beyond the model's length
+    arrival_time: float = 0.0
+    arrival_index: int = 0  # its place in the order of arrival; set when it is queued
+
+    epoch: int = 0  # grows at each preemption; results of an older one are dropped
+    num_computed: int = 0  # tokens forwarded, counting plans in flight
+    output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # int32, so that a decode step's page table is one copy of its bytes.
+    page_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    slot: int | None = None
+    sampling_row: int | None = None
+    num_plans_in_flight: int = 0
+    is_sample_in_flight: bool = False
+    num_preemptions: int = 0
+    num_steps: int = 0
+    first_token_time: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: the prompt and the accepted output (N of the design)."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token is left to forward, and an output exists."""
+        return bool(self.output_token_ids) and self.num_computed >= self.num_tokens - 1
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Committed tokens [start, end)."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        outputs = self.output_token_ids[max(0, start - num_prompt) : end - num_prompt]
+        return (*self.prompt_token_ids[start:], *outputs)
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_is_open: bool = False
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_inside = is_number and math.isfinite(value) and low <= value <= high
+    if not is_inside or (low_is_open and value == low):
+        bracket = "(" if low_is_open else "["
+        raise RequestError(name, f"must be a number in {bracket}{low:g}, {high:g}], not {value!r}")
+
+
+def _check_count(name: str, value: int, low: int, high: int | None) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    if not is_count or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise RequestError(name, f"must be an integer of at least {low}{upper}, not {value!r}")
+
+
+def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
+    if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+        raise RequestError(name, f"token id {token_id!r} is not in 0..{vocab_size - 1}")

@@ -1,0 +1,56 @@
+"""From what was asked for to what will run: EngineConfig -> ResolvedConfig.
+
+Owns the order of the steps: find the checkpoint, read its config, refuse what cannot work,
+settle what was left open. Runs once, before any process starts; reads no weights.
+"""
+
+import json
+from pathlib import Path
+
+from stagecoach import compatibility
+from stagecoach.checkpoint_folder import checkpoint_folder
+from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.errors import ConfigError
+from stagecoach.model_config import ModelConfig, load_model_config
+from stagecoach.pipeline.partition import partition
+
+
+def resolve(engine: EngineConfig) -> ResolvedConfig:
+    """Settle every value that was left to the model or the machine.
+
+    Raises:
+        ConfigError: no such model folder, a value of its config.json that is not implemented,
+            or a combination that `compatibility.py` refuses.
+        CheckpointError: the folder holds no readable config.json.
+    """
+    folder = checkpoint_folder(engine.model)
+    model = _load_model(folder, engine)
+    compatibility.check(engine, model)
+    return ResolvedConfig(
+        engine=engine,
+        model=model,
+        checkpoint=folder,
+        dtype=_dtype(engine, model),
+        max_model_len=engine.max_model_len or model.max_position_embeddings,
+        partition=partition(model, engine.pipeline_parallel_size, engine.pp_partition),
+    )
+
+
+def _load_model(folder: Path, engine: EngineConfig) -> ModelConfig:
+    try:
+        return load_model_config(folder, engine.hf_overrides)
+    except ConfigError as error:
+        if not engine.hf_overrides:
+            raise
+        raise ConfigError(
+            f"{error} (after {option('hf_overrides')}={json.dumps(engine.hf_overrides)})"
+        ) from None
+
+
+def _dtype(engine: EngineConfig, model: ModelConfig) -> str:
+    if engine.dtype != "auto":
+        return engine.dtype
+    if engine.device == "cpu":
+        return "float32"
+    # Nothing runs in float16: its range is too small for the residual stream.
+    return "bfloat16" if model.dtype == "float16" else model.dtype

@@ -1,0 +1,126 @@
+"""Log-probabilities from unprocessed logits: of the sampled token, and of a prompt's tokens.
+
+Owns the log-softmax, ranks, the best N, and their one transfer to the host. Knows no sampling
+parameter beyond how many alternatives a row wants.
+
+Ties are ordered by token id everywhere, so the token that greedy decoding picks has rank 1.
+
+Dimensions: R rows, V vocabulary, K best tokens of a row, F packed numbers of a row.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stagecoach.request import TokenLogprobs
+
+# Log-probabilities of a prompt chunk are computed this many at a time.
+_MAX_ELEMENTS = 2**24
+
+
+class TopTokens(NamedTuple):
+    """The K greatest of each row, descending, equal ones by ascending id."""
+
+    values_RK: Tensor
+    token_ids_RK: Tensor  # int64
+
+
+def top_tokens(values_RV: Tensor, k: int) -> TopTokens:
+    """The `k` greatest values of each row, the same whatever `k` or the other rows are.
+
+    Among several values of -inf the order is not defined. A row with NaN gives valid ids in an
+    undefined order and does not disturb the others.
+    """
+    vocab_size = values_RV.shape[-1]
+    # Beyond this share of the vocabulary a partial selection costs as much as sorting.
+    if 4 * k >= vocab_size:
+        return _sorted_tokens(values_RV, k)
+    best_values, best_ids = torch.topk(values_RV, k + 1)
+    # topk does not say which of several equal values it takes, or in what order.
+    last, next_one = best_values[:, k - 1], best_values[:, k]
+    if bool(((last == next_one) & (last > -torch.inf)).any()):
+        return _sorted_tokens(values_RV, k)
+    token_ids_RK = best_ids[:, :k].sort(-1).values
+    values_RK, order = values_RV.gather(-1, token_ids_RK).sort(dim=-1, descending=True, stable=True)
+    return TopTokens(values_RK, token_ids_RK.gather(-1, order))
+
+
+class LogprobRows(NamedTuple):
+    """Log-probabilities still on the device, packed so that one transfer brings them over."""
+
+    num_top: list[int]  # alternatives that each row asked for
+    # Token id, logprob, rank, then K ids and K logprobs: float64 holds ids and ranks exactly.
+    packed_RF: Tensor
+
+    def to_host(self) -> list[TokenLogprobs]:
+        width = (self.packed_RF.shape[-1] - 3) // 2
+        rows = self.packed_RF.tolist()
+        return [
+            TokenLogprobs(
+                token_id=int(row[0]),
+                logprob=row[1],
+                rank=int(row[2]),
+                top_ids=tuple(map(int, row[3 : 3 + num_top])),
+                top_logprobs=tuple(row[3 + width : 3 + width + num_top]),
+            )
+            for row, num_top in zip(rows, self.num_top, strict=True)
+        ]
+
+
+def token_logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: Sequence[int]) -> LogprobRows:
+    """Log-probability and rank of one token a row, with the row's `num_top` best.
+
+    Args:
+        logits_RV: float32 or float64, unprocessed.
+        token_ids_R: int64.
+        num_top: at least 0 for each row; a row beyond V gets V.
+    """
+    vocab_size = logits_RV.shape[-1]
+    num_top = [min(count, vocab_size) for count in num_top]
+    logprobs_RV = logits_RV.log_softmax(-1)
+    ids_R1 = token_ids_R.unsqueeze(-1)
+    chosen_R1 = logprobs_RV.gather(-1, ids_R1)
+    is_before_RV = torch.arange(vocab_size, device=logits_RV.device) < ids_R1
+    is_better_RV = (logprobs_RV > chosen_R1) | ((logprobs_RV == chosen_R1) & is_before_RV)
+    rank_R1 = 1 + is_better_RV.sum(-1, keepdim=True)
+    columns = [ids_R1, chosen_R1, rank_R1]
+    if max(num_top, default=0) > 0:
+        best = top_tokens(logprobs_RV, max(num_top))
+        columns += [best.token_ids_RK, best.values_RK]
+    return LogprobRows(num_top, torch.cat([column.to(torch.float64) for column in columns], -1))
+
+
+def prompt_logprobs(logits_RV: Tensor, target_ids_R: Tensor, num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given next tokens, in one transfer to the host.
+
+    Args:
+        logits_RV: logits after R prompt tokens.
+        target_ids_R: int64, the token that follows each.
+        num_top: alternatives beside the target.
+    """
+    num_rows, vocab_size = logits_RV.shape
+    if num_rows == 0:
+        return []
+    step = max(1, _MAX_ELEMENTS // vocab_size)
+    parts = [
+        token_logprobs(
+            as_float(logits_RV[start : start + step]),
+            target_ids_R[start : start + step],
+            [num_top] * min(step, num_rows - start),
+        )
+        for start in range(0, num_rows, step)
+    ]
+    counts = [count for part in parts for count in part.num_top]
+    return LogprobRows(counts, torch.cat([part.packed_RF for part in parts])).to_host()
+
+
+def as_float(logits_RV: Tensor) -> Tensor:
+    """Logits in the type that sampling computes in: float64 stays, all else becomes float32."""
+    return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.to(torch.float32)
+
+
+def _sorted_tokens(values_RV: Tensor, k: int) -> TopTokens:
+    values, token_ids = values_RV.sort(dim=-1, descending=True, stable=True)
+    return TopTokens(values[:, :k], token_ids[:, :k])

@@ -1,0 +1,184 @@
+"""What the last stage remembers of each running request in order to sample for it.
+
+Owns the sampling parameters of every row as tensors, the masks that follow from them, and the
+token counts behind penalties. A row belongs to one admission of one request: admitting anew
+replaces all of it. Knows no logits, no schedule, and no text.
+
+Dimensions: N rows of the table, R rows of a call, V vocabulary, P parameters.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from stagecoach.schedule.step_plan import SamplingEntry
+
+
+class Parameter(IntEnum):
+    """Columns of `SamplingTable.parameters_NP`."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    LOG_MIN_P = 2
+    PRESENCE_PENALTY = 3
+    FREQUENCY_PENALTY = 4
+    REPETITION_PENALTY = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTraits:
+    """The host's knowledge of a row: which features it pays for, and their sparse masks."""
+
+    request_id: int
+    is_greedy: bool
+    top_k: int | None  # None: no cut, or one that would cut nothing
+    has_top_p: bool
+    has_min_p: bool
+    has_penalties: bool
+    num_logprobs: int | None
+    bias: tuple[Tensor, Tensor] | None  # token ids (int64) and what is added (float64)
+    blocked_ids: Tensor | None  # int64, impossible before position `blocked_before`
+    blocked_before: int
+    # Greedy without anything that edits logits or wants them back: one argmax.
+    is_plain: bool
+
+
+class SamplingTable:
+    """One row a running request; filled by `admit`, advanced by `append`.
+
+    Attributes:
+        parameters_NP: float64, columns named by `Parameter`.
+        seeds_N: int64.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.parameters_NP = torch.zeros(
+            num_rows, len(Parameter), dtype=torch.float64, device=device
+        )
+        self.seeds_N = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._traits: list[RowTraits | None] = [None] * num_rows
+        # Allocated by the first request with penalties.
+        self._output_counts_NV: Tensor | None = None
+        self._is_in_prompt_NV: Tensor | None = None
+
+    def admit(self, entries: Iterable[SamplingEntry]) -> None:
+        """Give each entry its row; nothing of the row's previous tenant remains."""
+        entries = list(entries)
+        if not entries:
+            return
+        rows = [entry.row for entry in entries]
+        assert len(set(rows)) == len(rows), f"row admitted twice: {rows}"
+        assert all(0 <= row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
+        parameters = [_parameters(entry) for entry in entries]
+        rows_R = torch.tensor(rows, device=self.device)
+        self.parameters_NP[rows_R] = torch.tensor(
+            parameters, dtype=torch.float64, device=self.device
+        )
+        self.seeds_N[rows_R] = torch.tensor(
+            [entry.seed for entry in entries], dtype=torch.int64, device=self.device
+        )
+        for entry in entries:
+            self._traits[entry.row] = self._traits_of(entry)
+            if entry.params.has_penalties:
+                self._count_tokens(entry)
+
+    def append(self, rows: Sequence[int], token_ids_R: Tensor) -> None:
+        """Note tokens that became part of the output; a row may come several times.
+
+        Args:
+            rows: table row of each token.
+            token_ids_R: int64, on any device.
+        """
+        indices = [index for index, row in enumerate(rows) if self.traits(row).has_penalties]
+        if not indices:
+            return
+        counts_NV, _ = self._token_tables()
+        rows_P = torch.tensor([rows[index] for index in indices], device=self.device)
+        token_ids_P = token_ids_R.to(self.device)[torch.tensor(indices, device=self.device)]
+        counts_NV.index_put_((rows_P, token_ids_P), counts_NV.new_ones(()), accumulate=True)
+
+    def traits(self, row: int) -> RowTraits:
+        """What the host knows of an admitted row."""
+        traits = self._traits[row]
+        assert traits is not None, f"sampling row {row} was never admitted"
+        return traits
+
+    def output_counts(self, rows_R: Tensor) -> Tensor:
+        """How often each token is in the output: int32 [R, V], a copy. Penalty rows only."""
+        return self._token_tables()[0][rows_R]
+
+    def is_in_prompt(self, rows_R: Tensor) -> Tensor:
+        """Which tokens the prompt holds: bool [R, V]. Penalty rows only."""
+        return self._token_tables()[1][rows_R]
+
+    def _traits_of(self, entry: SamplingEntry) -> RowTraits:
+        params = entry.params
+        bias = None
+        if params.logit_bias:
+            bias = (
+                self._ids(params.logit_bias),
+                torch.tensor(
+                    list(params.logit_bias.values()), dtype=torch.float64, device=self.device
+                ),
+            )
+        # An end token beyond the head's vocabulary cannot be sampled and needs no mask.
+        blocked = [token_id for token_id in entry.stop_token_ids if token_id < self.vocab_size]
+        blocked_ids = self._ids(blocked) if params.min_tokens and blocked else None
+        return RowTraits(
+            request_id=entry.request_id,
+            is_greedy=params.is_greedy,
+            top_k=params.top_k if 0 < params.top_k < self.vocab_size else None,
+            has_top_p=params.top_p < 1.0,
+            has_min_p=params.min_p > 0.0,
+            has_penalties=params.has_penalties,
+            num_logprobs=params.logprobs,
+            bias=bias,
+            blocked_ids=blocked_ids,
+            blocked_before=entry.num_prompt_tokens + params.min_tokens,
+            is_plain=params.is_greedy
+            and not params.has_penalties
+            and params.logprobs is None
+            and bias is None
+            and blocked_ids is None,
+        )
+
+    def _count_tokens(self, entry: SamplingEntry) -> None:
+        assert len(entry.token_ids) >= entry.num_prompt_tokens, f"penalties need tokens: {entry}"
+        counts_NV, is_in_prompt_NV = self._token_tables()
+        counts_V, is_in_prompt_V = counts_NV[entry.row], is_in_prompt_NV[entry.row]
+        counts_V.zero_()
+        is_in_prompt_V.zero_()
+        is_in_prompt_V[self._ids(entry.token_ids[: entry.num_prompt_tokens])] = True
+        output_ids = self._ids(entry.token_ids[entry.num_prompt_tokens :])
+        counts_V.index_put_((output_ids,), counts_V.new_ones(()), accumulate=True)
+
+    def _token_tables(self) -> tuple[Tensor, Tensor]:
+        if self._output_counts_NV is None or self._is_in_prompt_NV is None:
+            shape = (self.num_rows, self.vocab_size)
+            self._output_counts_NV = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self._is_in_prompt_NV = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return self._output_counts_NV, self._is_in_prompt_NV
+
+    def _ids(self, token_ids: Iterable[int]) -> Tensor:
+        return torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
+
+
+def _parameters(entry: SamplingEntry) -> list[float]:
+    params = entry.params
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    values = {
+        Parameter.TEMPERATURE: params.temperature,
+        Parameter.TOP_P: params.top_p,
+        Parameter.LOG_MIN_P: log_min_p,
+        Parameter.PRESENCE_PENALTY: params.presence_penalty,
+        Parameter.FREQUENCY_PENALTY: params.frequency_penalty,
+        Parameter.REPETITION_PENALTY: params.repetition_penalty,
+    }
+    return [values[parameter] for parameter in Parameter]

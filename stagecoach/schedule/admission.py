@@ -1,0 +1,75 @@
+"""May this request be served at all, and may it start now: pure decisions on plain numbers."""
+
+from stagecoach.errors import RequestError
+from stagecoach.schedule.chunking import pages_for
+
+
+def resolve_max_tokens(max_tokens: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+    """The most output tokens of a request: what it asks for, capped by the model's length."""
+    room = max_model_len - num_prompt_tokens
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def longest_computed(num_prompt_tokens: int, max_tokens: int) -> int:
+    """Tokens that a request has forwarded at its very end: its last output never is."""
+    return num_prompt_tokens + max_tokens - 1
+
+
+def check_fits_pool(
+    *, num_prompt_tokens: int, max_tokens: int, block_size: int, num_pages: int
+) -> None:
+    """Refuse a request that could never finish, even alone in the pool.
+
+    Args:
+        num_pages: pages that can be handed out.
+
+    Raises:
+        RequestError: "prompt" if it is too long by itself, else "max_tokens".
+    """
+    capacity = num_pages * block_size
+    if num_prompt_tokens > capacity:
+        raise RequestError(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; all {num_pages} pages of {block_size} tokens "
+            f"hold {capacity}",
+        )
+    if longest_computed(num_prompt_tokens, max_tokens) > capacity:
+        raise RequestError(
+            "max_tokens",
+            f"{max_tokens} outputs after a prompt of {num_prompt_tokens} tokens do not fit; all "
+            f"{num_pages} pages of {block_size} tokens hold {capacity}, which leaves room for "
+            f"{capacity - num_prompt_tokens + 1}",
+        )
+
+
+def pages_to_start(
+    *, num_tokens: int, num_prompt_tokens: int, max_tokens: int, block_size: int
+) -> int:
+    """Pages that an admission promises: all committed tokens and one decode step.
+
+    A request that started with less would be the next to be preempted, for nothing.
+    """
+    longest = longest_computed(num_prompt_tokens, max_tokens)
+    return pages_for(min(num_tokens + 1, longest), block_size)
+
+
+def may_start(
+    *,
+    num_running: int,
+    max_num_seqs: int,
+    num_free_slots: int,
+    num_free_pages: int,
+    num_promised_pages: int,
+    num_needed_pages: int,
+) -> bool:
+    """Whether the head of the queue may start now. Nobody is preempted for an admission.
+
+    Args:
+        num_promised_pages: pages that earlier admissions promised and have not taken yet.
+        num_needed_pages: `pages_to_start` of the request.
+    """
+    return (
+        num_running < max_num_seqs
+        and num_free_slots > 0
+        and num_free_pages - num_promised_pages >= num_needed_pages
+    )

@@ -1,0 +1,130 @@
+"""Apply one row of a step's result to its request, and say what became known.
+
+Owns the stop conditions and what a caller is told. Knows neither pools nor queues: the
+scheduler releases what a finished request held.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from stagecoach.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from stagecoach.schedule.step_plan import RowResult, Segment
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What one commit (or an abort) made known about one request."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()  # new output tokens
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a new token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt positions
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id that ended it; None for end-of-sequence
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
+    steps: int = 0  # results applied to the request so far
+    preemptions: int = 0
+
+
+class CommittedRow(NamedTuple):
+    """The part of a row that counts."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+
+
+def cut_row(
+    row: tuple[int, ...],
+    *,
+    num_outputs: int,
+    params: SamplingParams,
+    max_tokens: int,
+    eos_token_ids: frozenset[int],
+) -> CommittedRow:
+    """Keep a row up to and including the first token that ends the request.
+
+    End-of-sequence first, then the request's stop tokens, then its length. Both kinds of stop
+    count only once `min_tokens` outputs stand before the token, as in the sampler's mask.
+
+    Args:
+        num_outputs: output tokens committed before the row.
+        max_tokens: resolved; at least one more than `num_outputs`.
+    """
+    for count, token_id in enumerate(row, start=1):
+        if num_outputs + count > params.min_tokens:
+            if not params.ignore_eos and token_id in eos_token_ids:
+                return CommittedRow(row[:count], FinishReason.STOP, None)
+            if token_id in params.stop_token_ids:
+                return CommittedRow(row[:count], FinishReason.STOP, token_id)
+        if num_outputs + count >= max_tokens:
+            return CommittedRow(row[:count], FinishReason.LENGTH, None)
+    return CommittedRow(row, None, None)
+
+
+def apply_row(
+    request: Request, segment: Segment, row: RowResult, eos_token_ids: frozenset[int]
+) -> Progress | None:
+    """Append what a segment of the current epoch returned; None if nothing became known.
+
+    What is due is read from the segment, not from the request: when the result of a middle
+    chunk arrives, the request's progress already counts later chunks.
+    """
+    request.num_plans_in_flight -= 1
+    request.num_steps += 1
+    prompt_logprobs = _new_prompt_logprobs(request, segment, row)
+    request.prompt_logprobs.extend(prompt_logprobs)
+    if segment.sampling_row is None:
+        assert not row.token_ids, f"a middle chunk returned tokens: {row}"
+        if not prompt_logprobs:
+            return None
+        return _progress(request, CommittedRow((), None, None), (), prompt_logprobs)
+
+    assert 1 <= len(row.token_ids) <= 1 + segment.num_draft_tokens, f"bad row: {row}\n{segment}"
+    committed = cut_row(
+        row.token_ids,
+        num_outputs=len(request.output_token_ids),
+        params=request.params,
+        max_tokens=request.max_tokens,
+        eos_token_ids=eos_token_ids,
+    )
+    logprobs = row.logprobs[: len(committed.token_ids)]
+    if request.params.logprobs is not None:
+        assert len(logprobs) == len(committed.token_ids), f"logprobs are missing: {row}"
+        request.output_logprobs.extend(logprobs)
+    request.output_token_ids.extend(committed.token_ids)
+    request.is_sample_in_flight = False
+    request.finish_reason = committed.finish_reason
+    return _progress(request, committed, logprobs, prompt_logprobs)
+
+
+def _new_prompt_logprobs(
+    request: Request, segment: Segment, row: RowResult
+) -> tuple[TokenLogprobs, ...]:
+    """Those of the row that an earlier admission has not delivered already."""
+    assert len(row.prompt_logprobs) == len(segment.prompt_logprob_targets), (
+        f"one prompt logprob a target: {row}\n{segment}"
+    )
+    if not row.prompt_logprobs:
+        return ()
+    num_delivered = len(request.prompt_logprobs)
+    assert segment.start <= num_delivered, f"prompt logprobs skip a position: {segment}"
+    return row.prompt_logprobs[num_delivered - segment.start :]
+
+
+def _progress(
+    request: Request,
+    committed: CommittedRow,
+    logprobs: tuple[TokenLogprobs, ...],
+    prompt_logprobs: tuple[TokenLogprobs, ...],
+) -> Progress:
+    return Progress(
+        request_id=request.request_id,
+        token_ids=committed.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=committed.finish_reason,
+        stop_reason=committed.stop_reason,
+        steps=request.num_steps,
+        preemptions=request.num_preemptions,
+    )

@@ -1,0 +1,125 @@
+"""A step plan while it is being made: turns the scheduler's decisions into segments.
+
+Owns what a segment says of its request, and advances the request's progress with it. Decides
+nothing: the scheduler has chosen the request and the length, and taken the pages.
+"""
+
+from collections.abc import Iterable
+
+from stagecoach.request import Request
+from stagecoach.schedule.step_plan import ZERO_SLOT, SamplingEntry, Segment, StepPlan
+
+
+class PlanDraft:
+    """Segments so far, and the tokens that are left of the budget."""
+
+    def __init__(self, budget: int, eos_token_ids: frozenset[int]) -> None:
+        self.budget = budget
+        self._eos_token_ids = eos_token_ids
+        self._windows: list[Segment] = []
+        self._window_requests: list[Request] = []
+        self._chunks: list[Segment] = []
+        self._chunk_requests: list[Request] = []
+        self._admissions: list[SamplingEntry] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._windows and not self._chunks
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The request of each segment of the finished plan."""
+        return (*self._window_requests, *self._chunk_requests)
+
+    def add_window(self, request: Request) -> None:
+        """The newest token, which is the only one not forwarded yet."""
+        assert request.slot is not None, f"runs without a slot: {request}"
+        segment = Segment(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            start=request.num_computed,
+            token_ids=(request.output_token_ids[-1],),
+            read_slot=request.slot,
+            write_slot=request.slot,
+            page_table=request.page_ids.tobytes(),
+            sampling_row=request.sampling_row,
+        )
+        self._add(segment, request)
+
+    def add_chunk(self, request: Request, length: int) -> None:
+        """The next `length` committed tokens; the chunk that reaches the newest one samples."""
+        assert request.slot is not None, f"runs without a slot: {request}"
+        start = request.num_computed
+        end = start + length
+        is_final = end == request.num_tokens
+        segment = Segment(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            start=start,
+            token_ids=request.token_ids(start, end),
+            read_slot=request.slot if start else ZERO_SLOT,
+            write_slot=request.slot,
+            page_table=request.page_ids.tobytes(),
+            sampling_row=request.sampling_row if is_final else None,
+            prompt_logprob_targets=_prompt_logprob_targets(request, start, end),
+            num_prompt_logprobs=request.params.prompt_logprobs or 0,
+        )
+        self._add(segment, request)
+        if is_final:
+            self._admissions.append(self._sampling_entry(request))
+
+    def finish(
+        self, step: int, dirty_pages: Iterable[int] = (), dirty_slots: Iterable[int] = ()
+    ) -> StepPlan:
+        """The plan; what was freed since the last one is poisoned before it runs.
+
+        That holds also for pages and slots that this plan hands to a new owner: pages are
+        written before they are read, and a first chunk reads the zero slot.
+        """
+        return StepPlan(
+            step=step,
+            segments=(*self._windows, *self._chunks),
+            admissions=tuple(self._admissions),
+            poison_pages=tuple(sorted(dirty_pages)),
+            poison_slots=tuple(sorted(dirty_slots)),
+        )
+
+    def _add(self, segment: Segment, request: Request) -> None:
+        # A chunk of one token is shaped like a window, and the plan sorts by shape.
+        if segment.is_window:
+            self._windows.append(segment)
+            self._window_requests.append(request)
+        else:
+            self._chunks.append(segment)
+            self._chunk_requests.append(request)
+        self.budget -= segment.num_tokens
+        request.num_computed = segment.end
+        request.num_plans_in_flight += 1
+        request.is_sample_in_flight = segment.sampling_row is not None
+
+    def _sampling_entry(self, request: Request) -> SamplingEntry:
+        """What the sampling table learns with the first sample of an admission."""
+        params = request.params
+        assert request.sampling_row is not None, f"runs without a row: {request}"
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self._eos_token_ids
+        return SamplingEntry(
+            row=request.sampling_row,
+            request_id=request.request_id,
+            params=params,
+            seed=request.seed,
+            stop_token_ids=tuple(sorted(stops)),
+            num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=request.token_ids(0, request.num_tokens) if params.has_penalties else (),
+        )
+
+
+def _prompt_logprob_targets(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """The prompt tokens that follow tokens [start, end), if somebody still waits for them."""
+    if request.params.prompt_logprobs is None:
+        return ()
+    last = min(end + 1, request.num_prompt_tokens)
+    if last - 1 <= len(request.prompt_logprobs):
+        return ()
+    return request.prompt_token_ids[start + 1 : last]

@@ -1,0 +1,1 @@
+"""Between text and tokens: the tokenizer, and the chat format that is written in its tokens."""

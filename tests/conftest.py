@@ -1,0 +1,22 @@
+"""What every test stands on: markers by folder, one CPU thread, no GPU test without a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+_TESTS = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    # Tests compare sums to the last bit and share few cores with worker processes.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        kind = item.path.relative_to(_TESTS).parts[0]
+        item.add_marker(kind)
+        if kind == "gpu" and not torch.cuda.is_available():
+            item.add_marker(needs_gpu)

@@ -1,0 +1,80 @@
+"""Segment groups for operator tests, in plain numbers."""
+
+import random
+
+import torch
+
+from stagecoach.kernels.ragged import SegmentGroup
+
+
+def make_group(
+    lengths: list[int],
+    starts: list[int] | None = None,
+    read_slots: list[int] | None = None,
+    write_slots: list[int] | None = None,
+    context_rows: list[list[int]] | None = None,
+) -> SegmentGroup:
+    """A group of segments with `lengths` tokens each.
+
+    Args:
+        lengths: tokens of each segment.
+        starts: tokens before it; 0 by default.
+        read_slots: 0 where nothing was computed before, by default segment index + 1 elsewhere.
+        write_slots: segment index + 1 by default.
+        context_rows: cache row of every position [0, start + length) of each segment; by
+            default row 0 throughout, for operators that read no cache.
+    """
+    num_segments, width = len(lengths), max(lengths)
+    starts = starts or [0] * num_segments
+    write_slots = write_slots or [index + 1 for index in range(num_segments)]
+    if read_slots is None:
+        read_slots = [index + 1 if starts[index] else 0 for index in range(num_segments)]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    rows = context_rows or [[0] * end for end in ends]
+    assert [len(row) for row in rows] == ends
+    pad_index, flat_index, offset = [], [], 0
+    for index, length in enumerate(lengths):
+        pad_index.append([offset + w if w < length else 0 for w in range(width)])
+        flat_index += [index * width + w for w in range(length)]
+        offset += length
+    return SegmentGroup(
+        num_tokens=offset,
+        max_length=width,
+        lengths_B=torch.tensor(lengths),
+        starts_B=torch.tensor(starts),
+        pad_index_BW=torch.tensor(pad_index),
+        is_real_BW=torch.arange(width) < torch.tensor(lengths).unsqueeze(1),
+        flat_index_T=torch.tensor(flat_index),
+        read_slots_B=torch.tensor(read_slots),
+        write_slots_B=torch.tensor(write_slots),
+        replay_B=torch.zeros(num_segments, dtype=torch.int64),
+        context_rows_BL=torch.tensor([row + [0] * (max(ends) - len(row)) for row in rows]),
+        context_lengths_B=torch.tensor(ends),
+    )
+
+
+def scattered_rows(ends: list[int], page_size: int, seed: int) -> tuple[list[list[int]], int]:
+    """Cache rows of contexts of `ends` tokens on shuffled pages, and the rows of the pool.
+
+    Page 0 is the null page; about a third of the pages stays free.
+    """
+    counts = [-(-end // page_size) for end in ends]
+    num_pages = 1 + sum(counts) + max(1, sum(counts) // 2)
+    pages = list(range(1, num_pages))
+    random.Random(seed).shuffle(pages)
+    rows = []
+    for end, count in zip(ends, counts, strict=True):
+        table, pages = pages[:count], pages[count:]
+        rows.append([table[p // page_size] * page_size + p % page_size for p in range(end)])
+    return rows, num_pages * page_size
+
+
+def cut(total: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """Half-open spans that share out [0, total), of `sizes` in turn; the last size repeats."""
+    spans, start = [], 0
+    remaining = list(sizes)
+    while start < total:
+        size = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        spans.append((start, min(total, start + size)))
+        start = spans[-1][1]
+    return spans

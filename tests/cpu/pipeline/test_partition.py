@@ -1,0 +1,115 @@
+"""The search for the most even split, against trying all of them, and its refusals."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagecoach.errors import ConfigError
+from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
+from stagecoach.model_config import ModelConfig, parse_model_config
+from stagecoach.pipeline.partition import balance, estimate_layer_costs, partition
+
+pytestmark = pytest.mark.cpu
+
+
+def tiny_config(**sizes: object) -> ModelConfig:
+    return parse_model_config(kimi_k3_config(TinyShape(**sizes)))  # type: ignore[arg-type]
+
+
+def group_sums(costs: list[int], counts: tuple[int, ...]) -> list[int]:
+    sums, start = [], 0
+    for count in counts:
+        sums.append(sum(costs[start : start + count]))
+        start += count
+    return sums
+
+
+def all_splits(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return [
+        tuple(end - start for start, end in zip((0, *cut), (*cut, num_layers), strict=True))
+        for cut in cuts
+    ]
+
+
+@given(st.data())
+def test_no_split_has_a_smaller_largest_stage(data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+    num_stages = data.draw(st.integers(1, len(costs)))
+    counts = balance(costs, num_stages)
+    assert len(counts) == num_stages and sum(counts) == len(costs) and min(counts) >= 1
+    sums = [group_sums(costs, split) for split in all_splits(len(costs), num_stages)]
+    best = min(map(max, sums))
+    ours = group_sums(costs, counts)
+    assert max(ours) == best
+    reaching = [candidate for candidate in sums if max(candidate) == best]
+    if any(candidate[-1] < best for candidate in reaching):
+        assert ours[-1] < best, "a tie left the largest share on the last stage"
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 5))
+def test_equal_layers_are_shared_out_with_the_remainder_in_front(
+    num_layers: int, num_stages: int, cost: int
+) -> None:
+    num_stages = min(num_stages, num_layers)
+    share, remainder = divmod(num_layers, num_stages)
+    expected = (share + 1,) * remainder + (share,) * (num_stages - remainder)
+    assert balance([cost] * num_layers, num_stages) == expected
+
+
+def test_real_sizes_are_split_quickly() -> None:
+    counts = balance([7 + layer % 3 for layer in range(93)], 16)
+    assert sum(counts) == 93
+
+
+def test_a_heavy_head_and_a_draft_move_layers_to_the_front() -> None:
+    plain = tiny_config(vocab_size=512)
+    heavy_head = replace(plain, vocab_size=20_000)
+    assert partition(heavy_head, 2)[1] < partition(plain, 2)[1]
+    draft_cost = 3 * estimate_layer_costs(plain).layers[-1]
+    assert partition(plain, 2, draft_cost=draft_cost)[1] < partition(plain, 2)[1]
+
+
+def test_costs_follow_the_architecture() -> None:
+    config = tiny_config()
+    costs = estimate_layer_costs(config)
+    assert len(costs.layers) == config.num_layers
+    assert costs.last_stage == 64 + 512 * 64 and costs.first_stage == 64
+    folded = costs.folded()
+    assert folded[-1] == costs.layers[-1] + costs.last_stage
+    assert folded[0] == costs.layers[0] + costs.first_stage
+    more_experts_a_token = estimate_layer_costs(tiny_config(num_experts_per_token=4))
+    assert more_experts_a_token.layers[0] == costs.layers[0], "layer 0 is dense"
+    # Two more experts of three 32 x 32 matrices.
+    assert more_experts_a_token.layers[1] - costs.layers[1] == 2 * 3 * 32 * 32
+
+
+def test_kimi_linear_has_costs_too() -> None:
+    config = parse_model_config(kimi_linear_config(TinyShape(q_lora_rank=None)))
+    assert sum(partition(config, 3)) == config.num_layers
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size=10.*num_hidden_layers=9"):
+        partition(tiny_config(), 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ((5, 4), r"--pp-partition=5,4.*2 stages.*--pipeline-parallel-size=3"),
+        ((5, 4, 1), r"--pp-partition=5,4,1.*10 layers.*num_hidden_layers=9"),
+        ((5, 0, 4), r"--pp-partition=5,0,4.*at least one layer"),
+        ((10, -2, 1), r"--pp-partition=10,-2,1.*at least one layer"),
+    ],
+)
+def test_an_override_that_does_not_fit(override: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        partition(tiny_config(), 3, override)
+
+
+def test_an_override_that_fits_is_taken() -> None:
+    assert partition(tiny_config(), 3, [1, 7, 1]) == (1, 7, 1)

@@ -1,0 +1,260 @@
+"""What a linter cannot see: which way imports point, what needs torch, which options exist."""
+
+import ast
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from stagecoach.config import EngineConfig, field_docs
+
+_PACKAGE = Path(__file__).parents[2] / "stagecoach"
+_MAX_LINES = 500
+
+# A name stands for a module or for a folder with all that is in it.
+_EVERYONE_MAY_READ = {"config", "errors", "request", "model_config", "observe"}
+
+# Plain data that others than its folder's readers need.
+_DATA = {"schedule.step_plan", "schedule.verify_window", "cache.memory_plan", "pipeline.stage"}
+
+_MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "request": {"errors"},
+    "model_config": {"errors"},
+    "config": {"errors", "model_config"},
+    "observe": set(),
+    "checkpoint_folder": {"model.tiny"},
+    "compatibility": {"cache.page_pool"},
+    "resolve": {"checkpoint_folder", "compatibility", "pipeline.partition"},
+    "text": set(),
+    "cache": set(),
+    "schedule": {"cache"},
+    "kernels": set(),
+    "model": {"kernels", "pipeline.stage"},
+    "draft": {"model", "kernels", *_DATA},
+    # The layers declare what they need of a tensor-parallel group; pipeline/ provides it.
+    "pipeline": {"model.parallel_linear", *_DATA},
+    "runner": {"model", "pipeline", "draft", "kernels", *_DATA},
+    "engine": {"schedule", "pipeline", "runner", "cache.memory_plan", "resolve"},
+    "outputs": {"text", "schedule.commit"},
+    "api": {"text", "engine.client", "engine.messages", "outputs"},
+}
+
+# Where a program starts: they may import anything, and nothing below may import them.
+_EDGES = {"__init__", "__main__", "cli", "llm", "demo"}
+
+_TORCH_FREE = (
+    "schedule",
+    "cache",
+    "config",
+    "errors",
+    "request",
+    "model_config",
+    "compatibility",
+    "resolve",
+    "checkpoint_folder",
+    "observe",
+    "engine.loop",
+    "engine.messages",
+)
+
+# engine/children.py tells the collective library its interface; the other finds ~/.cache.
+_MAY_USE_ENVIRONMENT = {"engine.children", "checkpoint_folder"}
+
+_OPTIONS = (
+    "model",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+    "pp_partition",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "seed",
+    "load_format",
+    "hf_overrides",
+    "distributed_executor_backend",
+    "num_threads",
+    "log_level",
+    "debug_poison",
+)
+
+
+class Import(NamedTuple):
+    """One import of a module of this package, by its name within the package."""
+
+    imported: str
+    line: int
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(_PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+_MODULES = {_name(path): path for path in sorted(_PACKAGE.rglob("*.py"))}
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(_MODULES[name].read_text(encoding="utf-8"))
+
+
+def _imports(name: str) -> Iterator[Import]:
+    """Every import of the package's own modules, late ones too."""
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "stagecoach":
+                    yield Import(alias.name.removeprefix("stagecoach."), node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute"
+            if node.module is None or node.module.split(".")[0] != "stagecoach":
+                continue
+            base = node.module.removeprefix("stagecoach").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                yield Import(inner if inner in _MODULES else base or "__init__", node.lineno)
+
+
+def _covers(allowed: set[str], module: str) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[:depth]) in allowed for depth in range(1, len(parts) + 1))
+
+
+def test_every_part_of_the_package_has_a_place_in_the_list() -> None:
+    tops = {name.split(".")[0] for name in _MODULES}
+    assert tops <= set(_MAY_IMPORT) | _EDGES, tops - set(_MAY_IMPORT) - _EDGES
+
+
+def test_imports_point_down_the_list() -> None:
+    upward = []
+    for name in _MODULES:
+        top = name.split(".")[0]
+        if top in _EDGES:
+            continue
+        allowed = _MAY_IMPORT[top] | {top}
+        if top not in _EVERYONE_MAY_READ:
+            allowed |= _EVERYONE_MAY_READ
+        upward += [
+            f"{name}, line {item.line}: {item.imported}"
+            for item in _imports(name)
+            if not _covers(allowed, item.imported)
+        ]
+    assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    ordered: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name in ordered:
+            return
+        for item in _imports(name):
+            if item.imported in _MODULES:
+                visit(item.imported, (*path, name))
+        ordered.add(name)
+
+    for name in _MODULES:
+        visit(name, ())
+
+
+def test_a_folder_exports_names_and_does_nothing_else() -> None:
+    acting = []
+    for name, path in _MODULES.items():
+        if path.name != "__init__.py":
+            continue
+        for node in _tree(name).body:
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            is_name = isinstance(node, ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom)
+            is_late_lookup = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+            if not (is_docstring or is_name or is_late_lookup):
+                acting.append(f"{name}, line {node.lineno}")
+    assert not acting
+
+
+def _torch_free_modules() -> list[str]:
+    return [name for name in _MODULES if _covers(set(_TORCH_FREE), name)]
+
+
+def test_what_decides_imports_without_torch() -> None:
+    modules = [f"stagecoach.{name}" for name in _torch_free_modules()]
+    assert len(modules) >= len(_TORCH_FREE)
+    program = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=_PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_torch_free_list_names_modules_that_exist() -> None:
+    for name in _TORCH_FREE:
+        assert importlib.util.find_spec(f"stagecoach.{name}") is not None, name
+
+
+def test_no_file_is_longer_than_the_cap() -> None:
+    lengths = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in _MODULES.items()
+    }
+    assert not {name: length for name, length in lengths.items() if length > _MAX_LINES}
+
+
+def test_the_environment_changes_nothing() -> None:
+    names = ("environ", "getenv", "putenv")
+    readers = []
+    for name in _MODULES.keys() - _MAY_USE_ENVIRONMENT:
+        for node in ast.walk(_tree(name)):
+            is_attribute = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+                and node.attr in names
+            )
+            is_taken = (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and any(alias.name in names for alias in node.names)
+            )
+            if is_attribute or is_taken:
+                readers.append(name)
+    assert not readers
+
+
+def test_a_module_opens_with_what_it_owns() -> None:
+    silent = [
+        name
+        for name, path in _MODULES.items()
+        if path.name != "__init__.py" and not ast.get_docstring(_tree(name))
+    ]
+    assert not silent
+
+
+def test_the_options_are_the_pinned_list() -> None:
+    assert tuple(item.name for item in dataclasses.fields(EngineConfig)) == _OPTIONS
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+def test_an_option_has_a_doc_line(name: str) -> None:
+    assert field_docs()[name].endswith(".") or "." in field_docs()[name]
+    assert len(field_docs()[name]) > 10

@@ -1,0 +1,1 @@
+"""Training of the bundled models. Nothing in the engine imports it."""

@@ -1,0 +1,1 @@
+"""The demo target: a Kimi-K3 in miniature."""
