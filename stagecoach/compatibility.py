@@ -44,8 +44,8 @@ class SupportRow(NamedTuple):
 
 
 FEATURES = (
-    "Kimi-K3 (`kimi_k3`)",
-    "Kimi-Linear (`kimi_linear`)",
+    "Kimi-K3",
+    "Kimi-Linear",
     "KDA",
     "MLA",
     "MoE",
@@ -77,15 +77,16 @@ def _divides(
     name: str,
     feature: str,
     key: str,
+    what: str,
     reason: str,
     size: Callable[[ModelConfig], int],
 ) -> Rule:
-    """tensor_parallel_size must divide a size of the model; 0 means that it has no such part."""
+    """tensor_parallel_size must divide a size; 0 stands for a part that the model lacks."""
     return Rule(
         name=name,
         features=(feature,),
         axes=frozenset({"tp"}),
-        requires=f"{_TP} divides {key}",
+        requires=f"tp divides {what}",
         reason=reason,
         parts=lambda engine, model: (
             (option(_TP), engine.tensor_parallel_size),
@@ -139,6 +140,7 @@ TABLE: tuple[Rule, ...] = (
         "kda-heads",
         "KDA",
         "linear_attn_config.num_heads",
+        "the KDA heads",
         "a rank holds whole heads and their state",
         lambda model: model.kda.num_heads if LayerKind.KDA in model.layer_kinds else 0,
     ),
@@ -146,6 +148,7 @@ TABLE: tuple[Rule, ...] = (
         "mla-heads",
         "MLA",
         "num_attention_heads",
+        "the MLA heads",
         "a rank holds whole heads",
         lambda model: model.mla.num_heads if LayerKind.MLA in model.layer_kinds else 0,
     ),
@@ -153,21 +156,23 @@ TABLE: tuple[Rule, ...] = (
         "dense-width",
         "dense MLP",
         "intermediate_size",
-        "ranks hold equal parts of the dense MLP",
+        "the width of the dense MLP",
+        "ranks hold equal parts of it",
         lambda model: 0 if all(model.is_moe_layer) else model.dense_intermediate_size,
     ),
     _divides(
         "expert-width",
         "MoE",
         "moe_intermediate_size",
-        "ranks hold equal parts of every expert; shared experts are a multiple of that width",
+        "the width of an expert",
+        "ranks hold equal parts of each; shared experts are a multiple of it",
         lambda model: model.moe.intermediate_size if model.moe and any(model.is_moe_layer) else 0,
     ),
     Rule(
         name="stages",
-        features=("Kimi-K3 (`kimi_k3`)", "Kimi-Linear (`kimi_linear`)"),
+        features=("Kimi-K3", "Kimi-Linear"),
         axes=frozenset({"pp"}),
-        requires=f"{_PP} is at most num_hidden_layers",
+        requires="pp is at most the number of layers",
         reason="a stage holds at least one layer",
         parts=lambda engine, model: (_num_stages(engine, model), _num_layers(engine, model)),
         is_refused=lambda engine, model: engine.pipeline_parallel_size > model.num_layers,

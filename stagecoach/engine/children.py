@@ -5,6 +5,7 @@ loop imports this module too, and must stay free of torch.
 """
 
 import os
+import signal
 import threading
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,7 +23,7 @@ _logger = log.get_logger(__name__)
 
 def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None:
     """Main function of the engine loop's process."""
-    _end_with_owner(lifeline)
+    _end_with_owner(lifeline, folder)
     log.configure("engine", level=config.engine.log_level)
     port = ZmqLoopPort(folder, config.engine.num_workers)
     try:
@@ -42,7 +43,7 @@ def run_worker(
     from stagecoach.engine.worker import Worker
     from stagecoach.pipeline import process_links
 
-    _end_with_owner(lifeline)
+    _end_with_owner(lifeline, folder)
     log.configure(worker.name, level=config.engine.log_level)
     # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -110,7 +111,11 @@ def _use_threads(config: ResolvedConfig) -> None:
 
 
 def _end_with_owner(lifeline: Connection) -> None:
-    """End this process when its owner's end of the pipe closes, however the owner died."""
+    """End this process when its owner's end of the pipe closes, however the owner died.
+
+    A terminal sends Ctrl-C to the owner and its children alike; the owner decides what it means.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def wait_for_owner() -> None:
         wait([lifeline])

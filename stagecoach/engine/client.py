@@ -4,10 +4,14 @@ Used by `llm.py` and by the server alike. Owns the started engine and one receiv
 which hands each request's progress to the sink that came with it. Knows no text.
 """
 
+import atexit
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.launch import RunningEngine, launch
@@ -25,7 +29,7 @@ from stagecoach.engine.messages import (
 )
 from stagecoach.engine.ports import CLIENT_SHIFT
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError, error_class
-from stagecoach.request import SamplingParams, check_prompt
+from stagecoach.request import MAX_SEED, SamplingParams, check_prompt
 from stagecoach.schedule.commit import Progress
 
 # Called in the receiving thread, in order, until the progress that has a finish reason or
@@ -53,7 +57,9 @@ class EngineClient:
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}
         self._stats_waiters: dict[int, _StatsWaiter] = {}
-        self._ids = itertools.count(1)
+        # Requests have numbers of their own: seeds are derived from them.
+        self._request_numbers = itertools.count(1)
+        self._query_ids = itertools.count(1)
         self._failure: StagecoachError | None = None
         self._is_closed = False
         self._ready = threading.Event()
@@ -61,7 +67,13 @@ class EngineClient:
         self._engine: RunningEngine = launch(config)
         self._receiver = threading.Thread(target=self._receive, name="engine client", daemon=True)
         self._receiver.start()
-        self._ready.wait()
+        # A script that ends without close() must not leave by force what can end in order.
+        atexit.register(self.close)
+        try:
+            self._ready.wait()
+        except BaseException:
+            self.close()
+            raise
         if self._failure is not None:
             self.close()
             raise self._failure
@@ -81,11 +93,14 @@ class EngineClient:
         Raises:
             RequestError: names the field.
         """
+        _check_types(prompt_token_ids, params)
         vocab_size = self.config.model.vocab_size
         check_prompt(
             tuple(prompt_token_ids), vocab_size=vocab_size, limit=self.config.max_model_len - 1
         )
         params.check(vocab_size=vocab_size, max_model_len=self.config.max_model_len)
+        if params.seed is not None and params.seed + params.n - 1 > MAX_SEED:
+            raise RequestError("seed", f"seed + n - 1 must be at most {MAX_SEED}")
 
     def submit(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink
@@ -97,7 +112,7 @@ class EngineClient:
             EngineDeadError: the engine is gone.
         """
         self.check(prompt_token_ids, params)
-        number = next(self._ids)
+        number = next(self._request_numbers)
         request_id = (0 << CLIENT_SHIFT) | number
         seed = params.seed if params.seed is not None else self._derived_seed(number)
         with self._lock:
@@ -128,7 +143,7 @@ class EngineClient:
             EngineDeadError: the engine is gone, or did not answer in time.
         """
         waiter = _StatsWaiter()
-        query_id = next(self._ids)
+        query_id = next(self._query_ids)
         with self._lock:
             self._raise_failure()
             self._stats_waiters[query_id] = waiter
@@ -146,6 +161,7 @@ class EngineClient:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
         self._receiver.join()
         self._engine.stop()
         self._fail(EngineDeadError("the engine was closed"))
@@ -226,6 +242,23 @@ class EngineClient:
         for waiter in waiters:
             waiter.arrived.set()
         self._ready.set()
+
+
+def _check_types(prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    """Refuse values that the engine loop could not decode: they would end it for everybody.
+
+    Raises:
+        RequestError: names the field.
+    """
+    for token_id in prompt_token_ids:
+        if type(token_id) is not int:
+            raise RequestError("prompt", f"a token id is an integer, not {token_id!r}")
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        field = re.search(r"\$\.(\w+)", str(error))
+        reason = str(error).partition(" - at ")[0]
+        raise RequestError(field[1] if field else "sampling_params", reason) from None
 
 
 class _StatsWaiter:

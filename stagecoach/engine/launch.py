@@ -2,7 +2,8 @@
 
 The process that calls `launch` owns the engine: it starts the loop and the workers, notices
 within a second when one of them ends, and ends the others. Children hold one end of a
-lifeline pipe, so that they end with their owner however it dies.
+lifeline pipe, so that they end with their owner however it dies. They run none of the caller's
+own code and see none of its terminal.
 
 With the `uni` backend the same classes run as threads of the calling process.
 """
@@ -10,10 +11,14 @@ With the `uni` backend the same classes run as threads of the calling process.
 import multiprocessing
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -69,19 +74,25 @@ class ProcessEngine:
         worker_context.set_forkserver_preload(["stagecoach.engine.worker"])
         lifeline, self._lifeline = loop_context.Pipe(duplex=False)
         self._processes: dict[str, BaseProcess] = {}
-        self._start(
-            "engine loop", loop_context.Process, children.run_loop, config, self._folder, lifeline
-        )
-        for worker in topology.workers:
+        with _apart_from_caller():
             self._start(
-                worker.name,
-                worker_context.Process,
-                children.run_worker,
+                "engine loop",
+                loop_context.Process,
+                children.run_loop,
                 config,
-                worker,
                 self._folder,
                 lifeline,
             )
+            for worker in topology.workers:
+                self._start(
+                    worker.name,
+                    worker_context.Process,
+                    children.run_worker,
+                    config,
+                    worker,
+                    self._folder,
+                    lifeline,
+                )
         lifeline.close()
         self.port: ClientPort = ZmqClientPort(self._folder, client=0)
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
@@ -110,7 +121,10 @@ class ProcessEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(
-        self, name: str, process_class: Callable[..., BaseProcess], target: Callable[..., None],
+        self,
+        name: str,
+        process_class: Callable[..., BaseProcess],
+        target: Callable[..., None],
         *arguments: object,
     ) -> None:
         process = process_class(target=target, args=arguments, name=name, daemon=True)
@@ -167,6 +181,25 @@ class ThreadEngine:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - the loop ends here; clients get the cause
             self._failure = EngineDeadError(str(error) or repr(error))
+
+
+@contextmanager
+def _apart_from_caller() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C, and do not import the caller's main module.
+
+    Ctrl-C is the owner's, who ends them in order. And without its main module, a script needs no
+    `if __name__ == "__main__"` guard and is not run again by every child.
+    """
+    # It unblocks SIGINT when it starts, so it must not start later.
+    resource_tracker.ensure_running()
+    main_module = sys.modules["__main__"]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_processes(processes: list[BaseProcess], grace_seconds: float) -> None:

@@ -6,6 +6,7 @@ is scheduled depends on the order of events and never on how fast they come.
 """
 
 import time
+
 from stagecoach.cache.memory_plan import MemoryNeeds, plan_memory
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.messages import (
@@ -14,6 +15,7 @@ from stagecoach.engine.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    FromWorker,
     GetStats,
     Hello,
     LoadProgress,
@@ -25,6 +27,7 @@ from stagecoach.engine.messages import (
     StepEcho,
     Submit,
     ToClient,
+    ToEngine,
     WorkerAllocated,
     WorkerFailed,
     WorkerReady,
@@ -43,7 +46,7 @@ from stagecoach.errors import (
 from stagecoach.request import Request
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.scheduler import Scheduler
-from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
+from stagecoach.schedule.step_plan import StepPlan, plan_digest
 
 
 class EngineLoop:
@@ -54,11 +57,13 @@ class EngineLoop:
         self._port = port
         self._clients: set[int] = set()
         self._ready: EngineReady | None = None
+        # What clients asked for before there was a scheduler, in order.
+        self._early: list[tuple[int, ToEngine]] = []
         self._is_stopping = False
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
         self._scheduler: Scheduler | None = None
-        self._counters = _Counters()
+        self._counters = _Counters(config.engine.pipeline_parallel_size)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -77,21 +82,29 @@ class EngineLoop:
             raise
 
     def start(self) -> None:
-        """Wait for the weights, plan the memory, have it allocated.
+        """Wait for the weights, plan the memory, have it allocated; or until a Shutdown comes.
 
         Raises:
             CapacityError: the configuration does not fit the workers' memory.
+            ConfigError, CheckpointError: why a worker refused to load.
             WorkerDiedError: a worker could not load.
         """
         began = time.monotonic()
         engine = self._config.engine
-        needs: dict[str, MemoryNeeds] = {}
-        while len(needs) < engine.num_workers and not self._is_stopping:
-            message = self._next_worker_message()
+        # A failure can only be told to a client that spoke first.
+        while not self._clients and not self._is_stopping:
+            self._port.wait(None)
+            self._admit()
+        needs: dict[int, MemoryNeeds] = {}
+        while len(needs) < engine.num_workers:
+            received = self._next_worker_message()
+            if received is None:
+                return
+            rank, message = received
             if isinstance(message, WorkerReady):
-                needs[message.worker] = message.needs
+                needs[rank] = message.needs
         memory = plan_memory(
-            list(needs.values()),
+            [needs[rank] for rank in range(engine.num_workers)],
             max_num_seqs=engine.max_num_seqs,
             max_model_len=self._config.max_model_len,
             block_size=engine.block_size,
@@ -99,8 +112,11 @@ class EngineLoop:
         )
         self._port.send_workers(Allocate(memory=memory))
         num_allocated = 0
-        while num_allocated < engine.num_workers and not self._is_stopping:
-            num_allocated += isinstance(self._next_worker_message(), WorkerAllocated)
+        while num_allocated < engine.num_workers:
+            received = self._next_worker_message()
+            if received is None:
+                return
+            num_allocated += isinstance(received[1], WorkerAllocated)
         self._scheduler = Scheduler(
             num_stages=engine.pipeline_parallel_size,
             max_num_seqs=engine.max_num_seqs,
@@ -118,8 +134,10 @@ class EngineLoop:
             num_slots=memory.num_slots,
             load_seconds=time.monotonic() - began,
         )
-        for client in self._clients:
-            self._port.send_client(client, self._ready)
+        self._broadcast(self._ready)
+        for client, early in self._early:
+            self._serve(client, early)
+        self._early.clear()
 
     def step(self) -> None:
         """One turn; blocks only when there is nothing to launch."""
@@ -130,10 +148,10 @@ class EngineLoop:
         while self.scheduler.can_launch and (plan := self.scheduler.plan()) is not None:
             self._launch(plan)
         self._counters.loop_seconds += time.perf_counter() - began
-        result = self._collect()
-        if result is not None:
+        done = self._collect()
+        if done is not None:
             began = time.perf_counter()
-            self._commit(result)
+            self._commit(done)
             self._counters.loop_seconds += time.perf_counter() - began
         elif not self.scheduler.has_work and self._config.engine.debug_poison:
             self.scheduler.check_idle()
@@ -141,19 +159,26 @@ class EngineLoop:
     def _admit(self) -> None:
         for client, message in self._port.receive_clients():
             match message:
-                case Submit():
-                    self._submit(client, message)
-                case Abort(request_ids=request_ids):
-                    for request_id in request_ids:
-                        self.scheduler.abort(request_id)
-                case GetStats(query_id=query_id):
-                    self._port.send_client(client, self._stats(query_id))
                 case Hello():
                     self._clients.add(client)
                     if self._ready is not None:
                         self._port.send_client(client, self._ready)
                 case Shutdown():
                     self._is_stopping = True
+                case _ if self._ready is None:
+                    self._early.append((client, message))
+                case _:
+                    self._serve(client, message)
+
+    def _serve(self, client: int, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(client, message)
+            case Abort(request_ids=request_ids):
+                for request_id in request_ids:
+                    self.scheduler.abort(request_id)
+            case GetStats(query_id=query_id):
+                self._port.send_client(client, self._stats(query_id))
 
     def _submit(self, client: int, message: Submit) -> None:
         request = Request(
@@ -181,7 +206,7 @@ class EngineLoop:
             self._unechoed[plan.step] = (plan_digest(encoded), num_echoes)
         self._port.send_workers(RunPlan(encoded_plan=encoded))
 
-    def _collect(self) -> StepResult | None:
+    def _collect(self) -> PlanDone | None:
         """The oldest plan's result, or None when a client wants something first.
 
         Raises:
@@ -196,28 +221,35 @@ class EngineLoop:
             if received is None:
                 return None
             match received[1]:
-                case PlanDone(result=result):
-                    return result
+                case PlanDone() as done:
+                    return done
                 case StepEcho() as echo:
-                    self._check_echo(echo)
+                    self._check_echo(received[0], echo)
                 case WorkerFailed() as failed:
                     raise _worker_error(failed)
 
-    def _commit(self, result: StepResult) -> None:
-        counters = self._counters
+    def _commit(self, done: PlanDone) -> None:
+        counters, result = self._counters, done.result
         counters.num_steps += 1
         counters.forward_seconds += result.forward_seconds
-        counters.wait_seconds += result.wait_seconds
         counters.step_seconds += result.step_seconds
+        counters.stage_busy_seconds[-1] += result.busy_seconds
         outputs: dict[int, list[Progress]] = {}
-        for progress in self.scheduler.commit(result):
+        try:
+            committed = self.scheduler.commit(result)
+        except PlanDivergenceError as error:
+            raise PlanDivergenceError(f"{done.worker}: {error}") from None
+        for progress in committed:
             counters.num_generated_tokens += len(progress.token_ids)
             outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
         for client, items in outputs.items():
             self._port.send_client(client, Outputs(items=tuple(items)))
 
-    def _check_echo(self, echo: StepEcho) -> None:
-        digest, num_missing = self._unechoed[echo.step]
+    def _check_echo(self, rank: int, echo: StepEcho) -> None:
+        stage, tp_rank = divmod(rank, self._config.engine.tensor_parallel_size)
+        if tp_rank == 0:
+            self._counters.stage_busy_seconds[stage] += echo.busy_seconds
+        digest, num_missing = self._unechoed.get(echo.step, (b"", 0))
         if echo.digest != digest:
             raise PlanDivergenceError(f"{echo.worker} ran another plan as step {echo.step}")
         if num_missing == 1:
@@ -225,8 +257,8 @@ class EngineLoop:
         else:
             self._unechoed[echo.step] = (digest, num_missing - 1)
 
-    def _next_worker_message(self) -> object:
-        """Wait during start-up: clients may already say hello, ask or leave."""
+    def _next_worker_message(self) -> tuple[int, FromWorker] | None:
+        """The next one during start-up, with the worker's rank; None once a Shutdown came."""
         while not self._is_stopping:
             received = self._port.receive_worker()
             if received is not None:
@@ -235,7 +267,7 @@ class EngineLoop:
                     raise _worker_error(message)
                 if isinstance(message, LoadProgress):
                     self._broadcast(message)
-                return message
+                return received
             self._port.wait(None)
             self._admit()
         return None
@@ -257,8 +289,8 @@ class EngineLoop:
             num_free_slots=scheduler.num_free_slots,
             loop_seconds=counters.loop_seconds,
             forward_seconds=counters.forward_seconds,
-            wait_seconds=counters.wait_seconds,
             step_seconds=counters.step_seconds,
+            stage_busy_seconds=tuple(counters.stage_busy_seconds),
         )
 
     def _announce_failure(self, error: Exception) -> None:
@@ -276,14 +308,14 @@ class EngineLoop:
 class _Counters:
     """Totals since start."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int) -> None:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.loop_seconds = 0.0
         self.forward_seconds = 0.0
-        self.wait_seconds = 0.0
         self.step_seconds = 0.0
+        self.stage_busy_seconds = [0.0] * num_stages
 
 
 def _worker_error(failed: WorkerFailed) -> StagecoachError:
@@ -292,4 +324,3 @@ def _worker_error(failed: WorkerFailed) -> StagecoachError:
     if issubclass(error, ConfigError | CheckpointError):
         return error(f"{failed.worker}: {failed.reason}")
     return WorkerDiedError(f"{failed.worker} failed: {failed.kind}: {failed.reason}")
-

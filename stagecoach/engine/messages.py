@@ -97,10 +97,10 @@ class EngineStats(Message):
     num_free_pages: int
     num_slots: int
     num_free_slots: int
-    loop_seconds: float  # spent planning, encoding and committing
-    forward_seconds: float  # inside the last stage's model
-    wait_seconds: float  # the last stage waited for the stage before
-    step_seconds: float  # plan at the last stage to result
+    loop_seconds: float  # the loop spent planning, encoding and committing
+    forward_seconds: float  # inside the last stage's layers
+    step_seconds: float  # from a plan's arrival at the last stage to its result
+    stage_busy_seconds: tuple[float, ...]  # rank 0 of each stage, not waiting for its input
 
 
 class EngineFailed(Message):
@@ -145,6 +145,7 @@ class StepEcho(Message):
     worker: str
     step: int
     digest: bytes
+    busy_seconds: float  # not waiting for the stage before
 
 
 class PlanDone(Message):
@@ -178,4 +179,3 @@ decode_to_engine = _TO_ENGINE.decode
 decode_to_client = _TO_CLIENT.decode
 decode_to_worker = _TO_WORKER.decode
 decode_from_worker = _FROM_WORKER.decode
-

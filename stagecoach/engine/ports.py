@@ -230,7 +230,6 @@ class QueueWorkerPort:
         return
 
 
-
 def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, identity: bytes | None = None):  # type: ignore[no-untyped-def]
     socket = context.socket(kind)
     socket.set_hwm(0)  # nothing is dropped; what is in flight is bounded by the scheduler

@@ -59,16 +59,22 @@ class Worker:
         self._next_step += 1
         digest = plan_digest(encoded_plan)
         outcome = self._runner.run(plan)
-        if outcome is None:
-            self._port.send(StepEcho(worker=self._name, step=plan.step, digest=digest))
+        step_seconds = time.perf_counter() - arrival
+        busy_seconds = step_seconds - outcome.wait_seconds
+        if outcome.rows is None:
+            self._port.send(
+                StepEcho(
+                    worker=self._name, step=plan.step, digest=digest, busy_seconds=busy_seconds
+                )
+            )
             return
         result = StepResult(
             step=plan.step,
             digest=digest,
             rows=outcome.rows,
             forward_seconds=outcome.forward_seconds,
-            step_seconds=time.perf_counter() - arrival,
-            wait_seconds=outcome.wait_seconds,
+            step_seconds=step_seconds,
+            busy_seconds=busy_seconds,
         )
         self._port.send(PlanDone(worker=self._name, result=result))
 

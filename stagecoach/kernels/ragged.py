@@ -34,7 +34,7 @@ class SegmentGroup(NamedTuple):
     def pad(self, x_T: Tensor, fill: float = 0.0) -> Tensor:
         """[T, ...] -> [B, W, ...], `fill` where no token is; a view when nothing is padded."""
         if self.num_tokens == self.pad_index_BW.numel():
-            return x_T.unflatten(0, self.pad_index_BW.shape)
+            return x_T.reshape(-1, self.max_length, *x_T.shape[1:])
         x_BW = x_T[self.pad_index_BW]
         mask = self.is_real_BW.reshape(*self.is_real_BW.shape, *(1,) * (x_T.dim() - 1))
         return torch.where(mask, x_BW, fill)

@@ -28,12 +28,16 @@ _SKIP_RULES = {
 }
 TIED_HEAD_RULE = "tied output head"
 
-# Alternative spellings that published checkpoints use.
+# Alternative spellings in published checkpoints, and of dense layers that transformers saved.
 _SPELLINGS = (
     ("_res.proj_weight", "_res_proj.weight"),
     ("_res.norm_weight", "_res_norm.weight"),
     ("output_attn_res.proj_weight", "output_attn_res_proj.weight"),
     ("output_attn_res.norm_weight", "output_attn_res_norm.weight"),
+    *(
+        (f"block_sparse_moe.{part}_proj.weight", f"mlp.{part}_proj.weight")
+        for part in ("gate", "up", "down")
+    ),
     ("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias"),
 )
 
@@ -68,8 +72,9 @@ class CheckpointReader:
         for raw_name, path in _tensor_paths(folder).items():
             self._indexed.setdefault(path, set()).add(raw_name)
             self._file(raw_name, path, has_tied_head=has_tied_head)
-        counts = ", ".join(f"{count} {rule}" for rule, count in self.skipped.items()) or "none"
-        logger.info("%s: %d text tensors; skipped: %s", folder, len(self._stored), counts)
+        rules = (*_SKIP_RULES, TIED_HEAD_RULE)
+        counts = ", ".join(f"{self.skipped[rule]} {rule}" for rule in rules if self.skipped[rule])
+        logger.info("%s: %d text tensors; skipped: %s", folder, len(self._stored), counts or "none")
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:

@@ -24,9 +24,6 @@ from stagecoach.model.quantization import pack_mxfp4
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
 from stagecoach.model_config import parse_model_config
 
-# Names the cached folder of the model `tiny`; a new one whenever what is written changes.
-FORMAT = "1"
-
 NUM_BASE_TOKENS = 256
 NUM_SPECIAL_TOKENS = 256
 VOCAB_SIZE = NUM_BASE_TOKENS + NUM_SPECIAL_TOKENS
@@ -142,11 +139,6 @@ def write_tiny_model(
     )
     write_byte_tokenizer(folder)
     write_shards(folder, dict(random_tensors(config, seed)), max_shard_bytes)
-
-
-def write_checkpoint(folder: Path) -> None:
-    """Write the model `tiny`: the default shape from seed 0."""
-    write_tiny_model(folder, kimi_k3_config(TinyShape()), seed=0)
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:

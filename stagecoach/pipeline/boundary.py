@@ -25,9 +25,7 @@ class BoundaryField:
 
 def boundary_fields(config: ModelConfig, layer: int) -> tuple[BoundaryField, ...]:
     """Fields that a stage starting at decoder layer `layer` (> 0) receives, in send order."""
-    hidden = BoundaryField(
-        name="hidden_TH", row_shape=(config.hidden_size,), final_after=layer - 1
-    )
+    hidden = BoundaryField(name="hidden_TH", row_shape=(config.hidden_size,), final_after=layer - 1)
     if config.attn_res_block_size is None:
         return (hidden,)
     num_blocks = config.num_closed_blocks(layer)

@@ -100,6 +100,7 @@ class _Meeting:
             self.places[rank] = tensor.clone()
             self.barrier.wait()
             tensors = [place for place in self.places if place is not None]
+            assert len(tensors) == len(self.places), "a rank came without its tensor"
             # Nobody lays the next tensor before all have picked these up.
             self.barrier.wait()
         except threading.BrokenBarrierError:

@@ -27,7 +27,7 @@ from stagecoach.runner.logprobs import LogprobRows, TopTokens, as_float, token_l
 from stagecoach.runner.noise import gumbel_noise, gumbel_noise_at
 from stagecoach.runner.sampling_table import Parameter, RowTraits, SamplingTable
 
-# top_p looks this far down the ranking first, and on only if that mass is not enough.
+# top_p looks this far down the ranking first, and further only where that mass is not enough.
 _FIRST_LOOK = 128
 
 
@@ -181,6 +181,16 @@ class _Draw(NamedTuple):
     positions_Q: Tensor
     traits: list[RowTraits]
 
+    def pick(self, indices: list[int]) -> "_Draw":
+        """Some of its rows."""
+        return _Draw(
+            logits_QV=_pick(self.logits_QV, indices),
+            parameters_QP=_pick(self.parameters_QP, indices),
+            seeds_Q=_pick(self.seeds_Q, indices),
+            positions_Q=_pick(self.positions_Q, indices),
+            traits=[self.traits[index] for index in indices],
+        )
+
 
 def _choose(draw: _Draw) -> Tensor:
     """Tokens of random rows: int64 [Q]."""
@@ -209,14 +219,7 @@ def _choose(draw: _Draw) -> Tensor:
     ):
         if not indices:
             continue
-        part = _Draw(
-            logits_QV=_pick(scaled_QV, indices),
-            parameters_QP=_pick(draw.parameters_QP, indices),
-            seeds_Q=_pick(draw.seeds_Q, indices),
-            positions_Q=_pick(draw.positions_Q, indices),
-            traits=[draw.traits[index] for index in indices],
-        )
-        chosen = choose(part)
+        chosen = choose(draw.pick(indices))
         if len(indices) == len(draw.traits):
             return chosen
         token_ids_Q[torch.tensor(indices, device=token_ids_Q.device)] = chosen
@@ -239,18 +242,21 @@ def _choose_by_top_k(draw: _Draw) -> Tensor:
     return _choose_by_mass(draw, best, mass_QK, total_Q1=mass_QK[:, -1:])
 
 
-def _choose_by_top_p(draw: _Draw) -> Tensor:
+def _choose_by_top_p(draw: _Draw, look: int = _FIRST_LOOK) -> Tensor:
     vocab_size = draw.logits_QV.shape[-1]
+    look = min(look, vocab_size)
     # cumsum, not sum: its order of addition does not depend on the number of rows.
     total_Q1 = draw.logits_QV.to(torch.float64).exp().cumsum(-1)[:, -1:]
-    enough_Q1 = _column(draw.parameters_QP, Parameter.TOP_P) * total_Q1
-    k = min(_FIRST_LOOK, vocab_size)
-    while True:
-        best = top_tokens(draw.logits_QV, k)
-        mass_QK = best.values_RK.to(torch.float64).exp().cumsum(-1)
-        if k == vocab_size or bool((mass_QK[:, -1:] >= enough_Q1).all()):
-            return _choose_by_mass(draw, best, mass_QK, total_Q1)
-        k = min(16 * k, vocab_size)
+    best = top_tokens(draw.logits_QV, look)
+    mass_QK = best.values_RK.to(torch.float64).exp().cumsum(-1)
+    token_ids_Q = _choose_by_mass(draw, best, mass_QK, total_Q1)
+    if look == vocab_size:
+        return token_ids_Q
+    is_short_Q1 = mass_QK[:, -1:] < _column(draw.parameters_QP, Parameter.TOP_P) * total_Q1
+    short = is_short_Q1.squeeze(-1).nonzero().squeeze(-1)
+    if len(short):
+        token_ids_Q[short] = _choose_by_top_p(draw.pick(short.tolist()), 4 * look)
+    return token_ids_Q
 
 
 def _choose_by_mass(draw: _Draw, best: TopTokens, mass_QK: Tensor, total_Q1: Tensor) -> Tensor:

@@ -37,11 +37,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 
 class StepOutcome(NamedTuple):
-    """What the sampling rank of the last stage knows after a step."""
+    """What one rank knows after a step."""
 
-    rows: tuple[RowResult, ...]
-    forward_seconds: float
-    wait_seconds: float
+    rows: tuple[RowResult, ...] | None  # only on the rank that samples
+    forward_seconds: float  # from the stage's input to its output, sampling left out
+    wait_seconds: float  # for the stage before
 
 
 class StageRunner:
@@ -49,7 +49,6 @@ class StageRunner:
 
     def __init__(self, config: ResolvedConfig, worker: WorkerId, links: Links) -> None:
         self._config = config
-        self._worker = worker
         self._tensor_parallel = links.tensor_parallel
         self._dtype = DTYPES[config.dtype]
         self._stage: Stage = make_stages(config.partition)[worker.stage]
@@ -72,7 +71,10 @@ class StageRunner:
             ),
             dtype=self._dtype,
         )
-        self._table = SamplingTable(config.engine.max_num_seqs, model.vocab_size, "cpu")
+        # Only the rank that samples has one.
+        self._table: SamplingTable | None = None
+        if worker.rank == topology.sampler_rank:
+            self._table = SamplingTable(config.engine.max_num_seqs, model.vocab_size, "cpu")
         self._model: StageModel | None = None
         self._memory: DeviceMemory | None = None
 
@@ -107,19 +109,20 @@ class StageRunner:
         self._memory = DeviceMemory(self._config, self._stage, self._dtype, plan)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutcome | None:
-        """Execute one plan; None unless this rank samples."""
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Execute one plan; plans come in order."""
         assert self._model is not None and self._memory is not None, "load and allocate first"
         handoff, model = self._handoff, self._model
         handoff.begin_step(plan.step)
         self._memory.poison(list(plan.poison_pages), list(plan.poison_slots))
         step = build_step_tensors(plan, self._config.engine.block_size)
-        began = time.perf_counter()
+        began = received = time.perf_counter()
         if self._stage.is_first:
             stream = model.embed(step.token_ids_T)
         else:
-            stream = model.resume(**handoff.receive(step.num_tokens))
-        received = time.perf_counter()
+            fields = handoff.receive(step.num_tokens)
+            received = time.perf_counter()
+            stream = model.resume(**fields)
 
         def send_final(layer: int, stream: ResidualStream) -> None:
             tensors = {"hidden_TH": lambda: stream.partial_TH, "bank_TBH": lambda: stream.bank_TBH}
@@ -127,31 +130,29 @@ class StageRunner:
 
         send_final(self._stage.start - 1, stream)
         stream = model.forward(stream, step, self._memory.stage_memory, send_final)
-        if not self._stage.is_last:
-            return None
-        rows = self._sample(plan, stream)
-        done = time.perf_counter()
-        if self._worker.tp_rank != 0:
-            return None
-        return StepOutcome(rows, forward_seconds=done - received, wait_seconds=received - began)
+        forward_seconds = time.perf_counter() - received
+        rows = None
+        if self._stage.is_last:
+            rows = self._sample(plan, stream)
+        return StepOutcome(rows, forward_seconds, wait_seconds=received - began)
 
     def finish(self) -> None:
         self._handoff.finish()
 
-    def _sample(self, plan: StepPlan, stream: ResidualStream) -> tuple[RowResult, ...]:
-        """Logits on every rank, since the head is split; tokens on rank 0."""
+    def _sample(self, plan: StepPlan, stream: ResidualStream) -> tuple[RowResult, ...] | None:
+        """Logits on every rank, since the head is split; tokens on rank 0 only."""
         assert self._model is not None
-        is_sampler = self._worker.tp_rank == 0
-        if is_sampler:
-            self._table.admit(plan.admissions)
+        table = self._table
+        if table is not None:
+            table.admit(plan.admissions)
         tokens: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         if plan.num_samples:
             inputs = build_sample_inputs(plan)
             logits_RV = self._model.logits(stream, inputs.token_index_R)
-            if is_sampler:
-                sampled = sample(logits_RV, inputs.sampling_rows, inputs.positions, self._table)
-                self._table.append(inputs.sampling_rows, sampled.token_ids_R)
+            if table is not None:
+                sampled = sample(logits_RV, inputs.sampling_rows, inputs.positions, table)
+                table.append(inputs.sampling_rows, sampled.token_ids_R)
                 host = sampled.to_host()
                 tokens = dict(zip(inputs.segments, host.token_ids, strict=True))
                 logprobs = {
@@ -162,10 +163,12 @@ class StageRunner:
         targets: dict[int, tuple[TokenLogprobs, ...]] = {}
         for wanted in build_target_inputs(plan):
             logits_PV = self._model.logits(stream, wanted.token_index_P)
-            if is_sampler:
+            if table is not None:
                 targets[wanted.segment] = tuple(
                     prompt_logprobs(logits_PV, wanted.target_ids_P, wanted.num_top)
                 )
+        if table is None:
+            return None
         return tuple(
             RowResult(
                 request_id=segment.request_id,

@@ -94,9 +94,7 @@ def build_target_inputs(plan: StepPlan) -> list[TargetInputs]:
     return targets
 
 
-def _build_group(
-    segments: tuple[Segment, ...], block_size: int
-) -> tuple[SegmentGroup, np.ndarray]:
+def _build_group(segments: tuple[Segment, ...], block_size: int) -> tuple[SegmentGroup, np.ndarray]:
     """The group of `segments`, and the cache row of each of their tokens."""
     lengths_B = np.array([segment.num_tokens for segment in segments], dtype=np.int64)
     starts_B = np.array([segment.start for segment in segments], dtype=np.int64)
@@ -129,12 +127,12 @@ def _build_group(
     return group, context_rows_BL[segment_T, position_T]
 
 
-def _context_rows(
-    segments: tuple[Segment, ...], ends_B: np.ndarray, block_size: int
-) -> np.ndarray:
+def _context_rows(segments: tuple[Segment, ...], ends_B: np.ndarray, block_size: int) -> np.ndarray:
     """Cache row of each position [0, end) of each segment; row 0 past the end."""
     table = np.frombuffer(b"".join(segment.page_table for segment in segments), dtype=np.int32)
     num_pages_B = np.array([len(segment.page_table) // 4 for segment in segments])
+    # Beyond a table's end stands the null page, which must never be written.
+    assert (num_pages_B * block_size >= ends_B).all(), f"too few pages: {segments}"
     pages_BP = np.zeros((len(segments), int(num_pages_B.max())), dtype=np.int64)
     pages_BP[np.arange(pages_BP.shape[1]) < num_pages_B[:, None]] = table
     rows_BL = (pages_BP[:, :, None] * block_size + np.arange(block_size)).reshape(

@@ -59,17 +59,11 @@ def may_start(
     max_num_seqs: int,
     num_free_slots: int,
     num_free_pages: int,
-    num_promised_pages: int,
     num_needed_pages: int,
 ) -> bool:
     """Whether the head of the queue may start now. Nobody is preempted for an admission.
 
     Args:
-        num_promised_pages: pages that earlier admissions promised and have not taken yet.
         num_needed_pages: `pages_to_start` of the request.
     """
-    return (
-        num_running < max_num_seqs
-        and num_free_slots > 0
-        and num_free_pages - num_promised_pages >= num_needed_pages
-    )
+    return num_running < max_num_seqs and num_free_slots > 0 and num_free_pages >= num_needed_pages

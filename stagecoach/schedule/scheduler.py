@@ -44,9 +44,10 @@ class Scheduler:
     although plans that use them are still in flight: every stage runs plans in the order they
     were made, so the old owner's last access comes before the new owner's first.
 
-    Seniority is the order of `add`. A request may take pages from younger ones only, and only
-    from those with nothing in flight; so the oldest running request always gets what it needs,
-    at the latest when the others' results are in, and pages never go back and forth.
+    Seniority is the order of `add`. A request takes pages from younger ones only, from those
+    with nothing in flight, and never those promised to an older one; so the oldest running
+    request gets what it needs, at the latest when the others' results are in, and pages do not
+    go back and forth.
     """
 
     def __init__(  # noqa: PLR0913 -- the limits of an engine, each by name
@@ -84,7 +85,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Request] = deque()  # by seniority
         self._running: dict[int, Request] = {}  # in order of admission
-        self._prefilling: dict[int, Request] = {}  # in order of admission
+        self._prefilling: dict[int, Request] = {}
         self._ready: dict[int, Request] = {}  # in order of readiness
         self._in_flight: deque[PlanInFlight] = deque()
         self._num_added = 0
@@ -256,6 +257,8 @@ class Scheduler:
             [request.sampling_row] for request in running if request.sampling_row is not None
         )
         assert len(self._waiting) + len(self._running) == len(self._requests), f"lost: {self}"
+        # A chunk that is not the last took the whole budget or the last page: nobody else starts.
+        assert len(self._prefilling) <= 1, f"two requests between chunks: {self}"
         order = [request.arrival_index for request in self._waiting]
         assert order == sorted(order), f"the queue is out of order: {order}"
         for request in self._waiting:
@@ -316,10 +319,7 @@ class Scheduler:
 
     def _plan_chunks(self, draft: PlanDraft) -> None:
         for request in list(self._prefilling.values()):
-            if not draft.budget:
-                break
-            # An earlier chunk of this loop may have preempted it.
-            if request.request_id in self._prefilling:
+            if draft.budget:
                 self._plan_chunk(request, draft)
 
     def _plan_chunk(self, request: Request, draft: PlanDraft) -> None:
@@ -329,11 +329,10 @@ class Scheduler:
         held = len(request.page_ids) * self._block_size - start
         if held <= 0 and not self._make_room(request, 1):
             return
-        available = max(0, self._pages.num_free - self._promised_pages(request.arrival_index))
         length = chunk_length(
             num_remaining=remaining,
             budget=draft.budget,
-            num_free_positions=held + available * self._block_size,
+            num_free_positions=held + self._pages.num_free * self._block_size,
         )
         if length > held:
             request.page_ids.extend(self._pages.take(-(-(length - held) // self._block_size)))
@@ -349,7 +348,6 @@ class Scheduler:
                 max_num_seqs=self._max_num_seqs,
                 num_free_slots=self._slots.num_free,
                 num_free_pages=self._pages.num_free,
-                num_promised_pages=self._promised_pages(self._num_added),
                 num_needed_pages=self._pages_to_start(request),
             ):
                 break
@@ -368,12 +366,12 @@ class Scheduler:
             block_size=self._block_size,
         )
 
-    def _promised_pages(self, arrival_index: int) -> int:
-        """Pages promised to prefilling requests senior to that arrival, and not yet taken."""
+    def _promised_pages(self, request: Request) -> int:
+        """Pages promised to senior requests between two chunks, and not yet taken."""
         return sum(
-            max(0, self._pages_to_start(request) - len(request.page_ids))
-            for request in self._prefilling.values()
-            if request.arrival_index < arrival_index
+            max(0, self._pages_to_start(other) - len(other.page_ids))
+            for other in self._prefilling.values()
+            if other.arrival_index < request.arrival_index
         )
 
     def _make_room(self, request: Request, num_pages: int) -> bool:
@@ -381,7 +379,7 @@ class Scheduler:
 
         False if it must wait for results; then nobody was preempted.
         """
-        available = self._pages.num_free - self._promised_pages(request.arrival_index)
+        available = self._pages.num_free - self._promised_pages(request)
         if available >= num_pages:
             return True
         victims = []

@@ -191,9 +191,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step: int
     digest: bytes
     rows: tuple[RowResult, ...]
-    forward_seconds: float = 0.0  # inside the last stage's model
+    forward_seconds: float = 0.0  # inside the last stage's layers
     step_seconds: float = 0.0  # from the plan's arrival at the last stage to this result
-    wait_seconds: float = 0.0  # of it, waiting for the stage before
+    busy_seconds: float = 0.0  # of it, not waiting for the stage before
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,7 +6,8 @@ Per head, with a state S [V, K], a log-decay g per key channel and a rate beta:
 
 Formula: Kimi Linear (arXiv 2510.26692), §3; fla `naive_recurrent_kda`, `naive_chunk_kda`.
 Dimensions: T tokens, B segments, W the longest segment, H heads, K key and V value channels,
-R = B * H rows, S state slots, N chunks, C tokens of a chunk.
+R = B * H rows, S state slots, N chunks of the longest segment, M chunks of all segments and
+heads, C tokens of a chunk.
 """
 
 from typing import NamedTuple
@@ -87,6 +88,7 @@ def kda_recurrent(
         [T, H, V] in the accumulate type.
     """
     dtype = state_SHVK.dtype
+    num_heads = q_THK.shape[1]
     state_BHVK = state_SHVK.index_select(0, group.read_slots_B)
     state_RVK = state_BHVK.flatten(0, 1)
     # Padded tokens have g, k and beta 0 and leave the state alone.
@@ -95,25 +97,44 @@ def kda_recurrent(
         for x_THD in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
     )
     decay_RWK = g_RWK.exp()
-    outputs = []
+    if group.max_length == 1:
+        o_R1V = _advance(state_RVK, q_RWK, k_RWK, v_RWV, decay_RWK, beta_RW1)
+        state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
+        return o_R1V.view(-1, num_heads, o_R1V.shape[2])
+    o_RWV = torch.empty_like(v_RWV)
     for token in range(group.max_length):
         now = slice(token, token + 1)
-        k_R1K = k_RWK[:, now]
-        state_RVK.mul_(decay_RWK[:, now])
-        u_R1V = torch.bmm(k_R1K, state_RVK.mT)
-        u_R1V = torch.sub(v_RWV[:, now], u_R1V).mul_(beta_RW1[:, now])
-        state_RVK.baddbmm_(u_R1V.mT, k_R1K)
-        outputs.append(torch.bmm(q_RWK[:, now], state_RVK.mT))
+        o_RWV[:, now] = _advance(
+            state_RVK,
+            q_RWK[:, now],
+            k_RWK[:, now],
+            v_RWV[:, now],
+            decay_RWK[:, now],
+            beta_RW1[:, now],
+        )
     state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
-    o_RWV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    o_BWHV = o_RWV.unflatten(0, (-1, q_THK.shape[1])).transpose(1, 2)
-    return group.flat(o_BWHV)
+    return group.flat(o_RWV.unflatten(0, (-1, num_heads)).transpose(1, 2))
+
+
+def _advance(
+    state_RVK: Tensor,
+    q_R1K: Tensor,
+    k_R1K: Tensor,
+    v_R1V: Tensor,
+    decay_R1K: Tensor,
+    beta_R11: Tensor,
+) -> Tensor:
+    """One token: the state moves on in place, the output [R, 1, V] is read after it."""
+    state_RVK.mul_(decay_R1K)
+    u_R1V = torch.sub(v_R1V, torch.bmm(k_R1K, state_RVK.mT)).mul_(beta_R11)
+    state_RVK.baddbmm_(u_R1V.mT, k_R1K)
+    return torch.bmm(q_R1K, state_RVK.mT)
 
 
 def _rows(group: SegmentGroup, x_THD: Tensor) -> Tensor:
     """[T, H, D] -> [B * H, W, D], zeros where no token is."""
     if group.max_length == 1:
-        return x_THD.flatten(0, 1).unsqueeze(1)
+        return x_THD.reshape(-1, 1, x_THD.shape[2])
     return group.pad(x_THD).transpose(1, 2).flatten(0, 1)
 
 
@@ -146,10 +167,11 @@ def kda_chunked(
     dtype = state_SHVK.dtype
     chunk_size = min(chunk_size, 1 << (group.max_length - 1).bit_length())
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size={chunk_size}"
-    num_keys = q_THK.shape[2]
-    # M = R * N. Padded tokens have g, k and beta 0 and leave the state alone.
+    num_heads, num_keys = q_THK.shape[1:]
+    layout = _lay_out_chunks(group, chunk_size)
+    # Padded tokens have g, k and beta 0 and leave the state alone.
     q_MCK, k_MCK, v_MCV, g_MCK, beta_MC1 = (
-        _chunks(group, x_THD.to(dtype), chunk_size)
+        layout.chunks(x_THD.to(dtype))
         for x_THD in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
     )
     inside = _decayed_products(q_MCK, k_MCK, g_MCK.exp())
@@ -157,30 +179,67 @@ def kda_chunked(
     solved_MCX = torch.linalg.solve_triangular(
         inside.kk_MCC * beta_MC1, right_MCX, upper=False, unitriangular=True
     )
+    w_MCK, u_MCV = solved_MCX.split((num_keys, v_THV.shape[2]), dim=2)
 
-    state_BHVK = state_SHVK.index_select(0, group.read_slots_B)
+    state_BHVK = state_SHVK.index_select(0, group.read_slots_B[layout.order_B])
     state_RVK = state_BHVK.flatten(0, 1)
-    num_rows = state_RVK.shape[0]
-    solved_RNCX, q_RNCK, qk_RNCC, k_RNCK, decay_RN1K = (
-        x.unflatten(0, (num_rows, -1))
-        for x in (
-            solved_MCX,
-            inside.q_from_start_MCK,
-            inside.qk_MCC,
-            inside.k_to_end_MCK,
-            inside.decay_M1K,
-        )
-    )
     outputs = []
-    for chunk in range(solved_RNCX.shape[1]):
-        w_RCK, u_RCV = solved_RNCX[:, chunk].split((num_keys, v_THV.shape[2]), dim=2)
-        u_RCV = torch.baddbmm(u_RCV, w_RCK, state_RVK.mT, alpha=-1)
-        o_RCV = torch.bmm(q_RNCK[:, chunk], state_RVK.mT)
-        outputs.append(o_RCV.baddbmm_(qk_RNCC[:, chunk], u_RCV))
-        state_RVK.mul_(decay_RN1K[:, chunk]).baddbmm_(u_RCV.mT, k_RNCK[:, chunk])
-    state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
-    o_RWV = torch.cat(outputs, dim=1)[:, : group.max_length]
-    return group.flat(o_RWV.unflatten(0, (-1, q_THK.shape[1])).transpose(1, 2))
+    start = 0
+    for num_segments in layout.num_segments_N:
+        now = slice(start, start + num_segments * num_heads)
+        start = now.stop
+        running_RVK = state_RVK[: num_segments * num_heads]
+        u_RCV = torch.baddbmm(u_MCV[now], w_MCK[now], running_RVK.mT, alpha=-1)
+        o_RCV = torch.bmm(inside.q_from_start_MCK[now], running_RVK.mT)
+        outputs.append(o_RCV.baddbmm_(inside.qk_MCC[now], u_RCV))
+        running_RVK.mul_(inside.decay_M1K[now]).baddbmm_(u_RCV.mT, inside.k_to_end_MCK[now])
+    state_SHVK.index_copy_(0, group.write_slots_B[layout.order_B], state_BHVK)
+    return layout.tokens(torch.cat(outputs), num_heads)
+
+
+class _ChunkLayout(NamedTuple):
+    """The chunks of all segments: first chunks first, longer segments first among them.
+
+    So the n-th chunks lie together, and those of segments that still run come first. J chunks
+    of all segments; M = J * H.
+    """
+
+    order_B: Tensor  # segments by falling number of chunks
+    num_segments_N: list[int]  # segments that have an n-th chunk
+    token_JC: Tensor  # flat token of each place; any token where nothing is
+    is_real_JC: Tensor
+
+    def chunks(self, x_THD: Tensor) -> Tensor:
+        """[T, H, D] -> [J * H, C, D], zeros where no token is."""
+        x_JCHD = x_THD[self.token_JC].masked_fill_(~self.is_real_JC[:, :, None, None], 0)
+        return x_JCHD.transpose(1, 2).flatten(0, 1).contiguous()
+
+    def tokens(self, x_MCD: Tensor, num_heads: int) -> Tensor:
+        """[J * H, C, D] -> [T, H, D]."""
+        x_JCHD = x_MCD.unflatten(0, (-1, num_heads)).transpose(1, 2)
+        tokens_T = self.token_JC[self.is_real_JC]
+        x_THD = x_MCD.new_empty(len(tokens_T), num_heads, x_MCD.shape[2])
+        return x_THD.index_copy_(0, tokens_T, x_JCHD[self.is_real_JC])
+
+
+def _lay_out_chunks(group: SegmentGroup, chunk_size: int) -> _ChunkLayout:
+    device = group.lengths_B.device
+    counts_B = (group.lengths_B + chunk_size - 1) // chunk_size
+    order_B = counts_B.argsort(descending=True, stable=True)
+    first_B = (group.lengths_B.cumsum(0) - group.lengths_B)[order_B]
+    numbers_N1 = torch.arange(-(-group.max_length // chunk_size), device=device).unsqueeze(1)
+    is_chunk_NB = numbers_N1 < counts_B[order_B]
+    begin_NB = numbers_N1 * chunk_size
+    offsets_C = torch.arange(chunk_size, device=device)
+    left_J = (group.lengths_B[order_B] - begin_NB)[is_chunk_NB]
+    is_real_JC = offsets_C < left_J.unsqueeze(1)
+    token_JC = (first_B + begin_NB)[is_chunk_NB].unsqueeze(1) + offsets_C
+    return _ChunkLayout(
+        order_B=order_B,
+        num_segments_N=is_chunk_NB.sum(1).tolist(),
+        token_JC=token_JC.clamp_(max=group.num_tokens - 1),
+        is_real_JC=is_real_JC,
+    )
 
 
 class _DecayedProducts(NamedTuple):
@@ -236,11 +295,3 @@ def _decayed_products(q_MCK: Tensor, k_MCK: Tensor, decay_MCK: Tensor) -> _Decay
         k_to_end_MCK=k_to_end_MCK,
         decay_M1K=decay.view(num_chunks, 1, num_keys),
     )
-
-
-def _chunks(group: SegmentGroup, x_THD: Tensor, chunk_size: int) -> Tensor:
-    """[T, H, D] -> [B * H * N, C, D], zeros where no token is."""
-    x_BWHD = group.pad(x_THD)
-    missing = -group.max_length % chunk_size
-    x_BHWD = F.pad(x_BWHD, (0, 0, 0, 0, 0, missing)).transpose(1, 2)
-    return x_BHWD.reshape(-1, chunk_size, x_THD.shape[2]).contiguous()

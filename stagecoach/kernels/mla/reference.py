@@ -56,10 +56,11 @@ def mla_decode(
     q_THD = torch.cat((q_latent_THC, q_pe_THP), dim=2).to(dtype).mul_(scale)
     q_BGD = group.pad(q_THD).flatten(1, 2)  # G = W * H
     scores_BGL = torch.bmm(q_BGD, rows_BLD.mT)
-    hidden_BW1L = _hidden_positions(group).unsqueeze(2)
-    scores_BGL.unflatten(1, (group.max_length, -1)).masked_fill_(hidden_BW1L, float("-inf"))
+    scores_BWHL = scores_BGL.view(num_segments, group.max_length, -1, num_positions)
+    scores_BWHL.masked_fill_(_hidden_positions(group).unsqueeze(2), float("-inf"))
     o_BGC = torch.bmm(scores_BGL.softmax(-1), rows_BLD[:, :, :latent_width])
-    return group.flat(o_BGC.unflatten(1, (group.max_length, -1))).to(q_latent_THC.dtype)
+    o_BWHC = o_BGC.view(num_segments, group.max_length, -1, latent_width)
+    return group.flat(o_BWHC).to(q_latent_THC.dtype)
 
 
 def mla_prefill(
@@ -98,9 +99,7 @@ def mla_prefill(
     # The fused CPU kernel wants values as wide as keys; without it [W, L] scores fill memory.
     v_BHLD = F.pad(v_BLHV, (0, max(0, q_THD.shape[2] - value_width))).transpose(1, 2)
     if num_positions == group.max_length and not group.starts_B.any():
-        o_BHWD = F.scaled_dot_product_attention(
-            q_BHWD, k_BHLD, v_BHLD, is_causal=True, scale=scale
-        )
+        o_BHWD = F.scaled_dot_product_attention(q_BHWD, k_BHLD, v_BHLD, is_causal=True, scale=scale)
     else:
         seen_B1WL = _hidden_positions(group).logical_not_().unsqueeze(1)
         o_BHWD = F.scaled_dot_product_attention(

@@ -31,13 +31,13 @@ def short_convolution(
         [T, C] in `x_TC.dtype`; sums are made in the accumulate type.
     """
     dtype = accumulate_dtype(x_TC.dtype)
-    weight_WC = weight_CW.t().to(dtype)
+    weight_WC = weight_CW.t().to(dtype).contiguous()
     num_rows = rows_SRC.shape[1]
     history_BRC = rows_SRC.index_select(0, group.read_slots_B)
     rows_BNC = torch.cat((history_BRC, group.pad(x_TC).to(rows_SRC.dtype)), dim=1)
     if group.max_length == 1:
         rows_SRC.index_copy_(0, group.write_slots_B, rows_BNC[:, 1:])
-        sums_TC = torch.einsum("bwc,wc->bc", rows_BNC.to(dtype), weight_WC)
+        sums_TC = (rows_BNC.to(dtype) * weight_WC).sum(1)
         return F.silu(sums_TC, inplace=True).to(x_TC.dtype)
     offsets_R = torch.arange(num_rows, device=x_TC.device)
     kept_BR = group.lengths_B.unsqueeze(1) + offsets_R

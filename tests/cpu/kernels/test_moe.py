@@ -123,7 +123,9 @@ def test_neighbours_never_change_a_token(
     x_TL = torch.randn(num_tokens, 6, generator=generator, dtype=torch.float64)
     logits_TE = torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
     weights_TK, ids_TK = route_plainly(logits_TE, None, num_chosen)
-    unused = [expert for expert in range(num_experts) if expert not in set(ids_TK.flatten().tolist())]
+    unused = [
+        expert for expert in range(num_experts) if expert not in set(ids_TK.flatten().tolist())
+    ]
     gate_up_E2IL[unused] = float("nan")
     if num_tokens > 1:
         x_TL[-1] = float("nan")

@@ -98,7 +98,9 @@ def segment_group(parts: list[Part]) -> SegmentGroup | None:
         pad_index_BW=pad_index,
         is_real_BW=is_real,
         flat_index_T=torch.tensor(flat_index),
-        read_slots_B=torch.tensor([part.row.slot if part.row.num_computed else 0 for part in parts]),
+        read_slots_B=torch.tensor(
+            [part.row.slot if part.row.num_computed else 0 for part in parts]
+        ),
         write_slots_B=torch.tensor([part.row.slot for part in parts]),
         replay_B=torch.zeros(len(parts), dtype=torch.int64),
         context_rows_BL=context_rows,

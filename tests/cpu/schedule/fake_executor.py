@@ -234,7 +234,6 @@ class Harness:
         self.requests: dict[int, Request] = {}
         self.progress: dict[int, list[Progress]] = {}
         self.plans: list[StepPlan] = []
-        self.preempted: set[int] = set()
         self._committed = 0
         self._ends: dict[tuple[int, int], int] = {}
         self._samples_in_flight: set[tuple[int, int]] = set()
@@ -259,8 +258,15 @@ class Harness:
         self.scheduler.check_integrity()
 
     def launch(self) -> StepPlan | None:
+        was_idle = {
+            request_id: (request.num_preemptions, not request.num_plans_in_flight)
+            for request_id, request in self.requests.items()
+        }
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
+        for request_id, (num_preemptions, is_idle) in was_idle.items():
+            if self.requests[request_id].num_preemptions > num_preemptions:
+                assert is_idle, f"preempted with a plan in flight: {self.requests[request_id]}"
         if plan is not None:
             self._check_plan(plan)
             self.plans.append(plan)
@@ -331,6 +337,7 @@ class Harness:
         for segment in plan.segments:
             key = (segment.request_id, segment.epoch)
             request = self.requests[segment.request_id]
+            assert segment.epoch == request.epoch, f"preempted in its own plan:\n{plan}"
             assert key not in self._samples_in_flight, (
                 f"planned with a sample in flight:\n{plan.marked(segment)}"
             )
@@ -345,5 +352,3 @@ class Harness:
             assert (segment.sampling_row is not None) == is_final, plan.marked(segment)
             if is_final:
                 self._samples_in_flight.add(key)
-            if request.num_preemptions:
-                self.preempted.add(segment.request_id)

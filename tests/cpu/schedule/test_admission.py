@@ -78,8 +78,6 @@ def test_an_admission_promises_the_committed_tokens_and_one_decode_step(
         ({"num_running": 4}, False),
         ({"num_free_slots": 0}, False),
         ({"num_free_pages": 5}, False),
-        ({"num_promised_pages": 4}, True),
-        ({"num_promised_pages": 5}, False),
         ({"num_needed_pages": 10}, True),
         ({"num_needed_pages": 11}, False),
     ],
@@ -90,7 +88,6 @@ def test_may_start(changes: dict[str, int], *, allowed: bool) -> None:
         "max_num_seqs": 4,
         "num_free_slots": 1,
         "num_free_pages": 10,
-        "num_promised_pages": 0,
         "num_needed_pages": 6,
     }
     assert may_start(**{**numbers, **changes}) is allowed

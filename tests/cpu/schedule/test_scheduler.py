@@ -245,18 +245,50 @@ def test_the_youngest_idle_request_is_preempted_and_continues_as_if_nothing_happ
 
 
 def test_a_request_in_flight_is_no_victim() -> None:
-    """The oldest waits for results when every younger request has something in flight."""
+    """The older one waits for the younger one's result, and then takes its pages."""
     harness = Harness(
-        Limits(num_stages=2, num_pages=1 + 4, max_model_len=16, max_num_batched_tokens=64)
+        Limits(
+            num_stages=2,
+            num_pages=1 + 3,
+            block_size=8,
+            max_model_len=24,
+            max_num_batched_tokens=64,
+        )
     )
-    old = harness.add(prompt(8), SamplingParams(max_tokens=8, ignore_eos=True))
-    young = harness.add(prompt(7), SamplingParams(max_tokens=2, ignore_eos=True))
-    harness.launch()
-    assert (len(old.page_ids), len(young.page_ids)) == (2, 2) or harness.scheduler.num_waiting
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    old = harness.add(prompt(15), params)
+    young = harness.add(prompt(2), params)
+    decode_until_ready(harness, [old, young])
+    assert [spans(harness.launch()), spans(harness.launch())] == [[(100, 15, 16)], [(101, 2, 3)]]
+    harness.commit()
+    assert harness.scheduler.num_free_pages == 0
+    assert harness.launch() is None, "the next page of the older one is the younger one's"
+    harness.commit()
+    assert spans(harness.launch()) == [(100, 16, 17)]
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
     harness.finish()
     harness.check_outcomes()
-    for plan in harness.plans:
-        assert all(segment.epoch <= 1 for segment in plan.segments)
+
+
+def test_a_younger_window_leaves_the_pages_promised_to_an_older_prompt() -> None:
+    """An older request that was preempted and fills its pages anew is not held up."""
+    harness = Harness(
+        Limits(num_pages=1 + 5, block_size=4, max_model_len=20, max_num_batched_tokens=3)
+    )
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    old = harness.add(prompt(11), params)
+    young = harness.add(prompt(2), params)
+    decode_until_ready(harness, [old, young])
+    harness.scheduler._preempt(old)
+    first = len(harness.plans)
+    while old.num_plans_in_flight or not old.is_decoding:
+        harness.launch()
+        harness.commit()
+    chunks = [plan for plan in harness.plans[first:] if plan.num_tokens > 1]
+    assert all(plan.segments[-1].request_id == old.request_id for plan in chunks)
+    assert old.num_preemptions == 1
+    harness.finish()
+    harness.check_outcomes()
 
 
 def test_preemption_does_not_ping_pong() -> None:
@@ -302,6 +334,23 @@ def test_a_result_from_before_a_preemption_never_touches_the_new_admission() -> 
     assert heir.slot == slot and set(heir.page_ids) <= pages
     assert harness.commit() == [] and harness.commit() == []
     assert heir.output_token_ids == []
+    harness.finish()
+    harness.check_outcomes()
+
+
+@pytest.mark.parametrize("num_launched", [1, 2, 3])
+def test_results_of_an_older_epoch_are_dropped(num_launched: int) -> None:
+    """I83: even if a request lost its place with chunks or a sample in flight."""
+    harness = Harness(Limits(num_stages=4, max_num_batched_tokens=4))
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    request = harness.add(prompt(10), params)
+    for _ in range(num_launched):
+        harness.launch()
+    harness.scheduler._preempt(request)
+    assert spans(harness.launch()) == [(100, 0, 4)]
+    for _ in range(num_launched):
+        assert harness.commit() == []
+    assert (request.num_steps, request.num_plans_in_flight, request.num_computed) == (0, 1, 4)
     harness.finish()
     harness.check_outcomes()
 

@@ -98,10 +98,13 @@ def test_text_ends_before_the_first_stop(
     assert "".join(kept) == text + match.stop
 
 
-@given(TOKENS, STOPS)
-def test_only_a_beginning_of_a_stop_is_held_back(tokens: list[bytes], stops: list[str]) -> None:
+@given(TOKENS, STOPS, st.sampled_from([0, 5, 100]))
+@example([b"a", b"b", b"b"], ["ab"], 100)
+def test_only_a_beginning_of_a_stop_is_held_back(
+    tokens: list[bytes], stops: list[str], min_tokens: int
+) -> None:
     plain = IncrementalDetokenizer(FakeTokenizer(tokens))
-    stopping = IncrementalDetokenizer(FakeTokenizer(tokens), stop=stops)
+    stopping = IncrementalDetokenizer(FakeTokenizer(tokens), stop=stops, min_tokens=min_tokens)
     decoded = emitted = ""
     for index in range(len(tokens)):
         decoded += plain.push([index])
@@ -168,6 +171,12 @@ def test_a_disproved_beginning_is_released() -> None:
 def test_finish_flushes_a_beginning() -> None:
     deltas, _ = stream([b"so EN"], stop=["END"])
     assert deltas == ["so ", "EN"]
+
+
+def test_a_stop_may_end_in_the_last_replacement() -> None:
+    deltas, detokenizer = stream([b"aE", b"\xf0"], stop=["E\ufffd"])
+    assert deltas == ["a", "", ""]
+    assert detokenizer.stop_match == StopMatch("E\ufffd", 2)
 
 
 def test_of_two_stops_the_first_to_end_counts_and_then_the_longest() -> None:

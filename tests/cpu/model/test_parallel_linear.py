@@ -1,0 +1,105 @@
+"""Each kind of split layer: the ranks together compute the whole product."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stagecoach.model.parallel_linear import (
+    ColumnLinear,
+    FusedLinear,
+    LinearPart,
+    RowLinear,
+    TensorParallel,
+    VocabEmbedding,
+    VocabHead,
+    VocabShard,
+)
+from stagecoach.model.weight_slots import WeightScope
+from tests.cpu.model.model_runs import thread_ranks
+
+pytestmark = [pytest.mark.cpu, pytest.mark.parametrize("tp_size", [1, 2, 4])]
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+def on_each_rank(
+    tp_size: int, whole: dict[str, Tensor], run: Callable[[WeightScope, TensorParallel], Any]
+) -> list[Any]:
+    """Build a module on every rank, fill its slots from whole tensors, run it."""
+
+    def call(tp: TensorParallel) -> Any:
+        scope = WeightScope(torch.float64, tp_rank=tp.rank, tp_size=tp.size)
+        module = run(scope, tp)
+        scope.check_covered()
+        for slot in scope.slots:
+            assert tuple(whole[slot.name].shape) == slot.shape
+            slot.target.copy_(whole[slot.name][slot.region])
+        return module(tp)
+
+    with ThreadPoolExecutor(tp_size) as pool:
+        return list(pool.map(call, thread_ranks(tp_size)))
+
+
+def test_fused_columns(tp_size: int) -> None:
+    whole = {"q.weight": random(8, 6), "k.weight": random(8, 6), "low.weight": random(3, 6)}
+    x = random(5, 6)
+
+    def build(scope: WeightScope, tp: TensorParallel) -> Callable[[TensorParallel], Any]:
+        parts = (
+            LinearPart(("q", "k"), 8 // tp.size, is_split=True),
+            LinearPart(("low",), 3, is_split=False),
+        )
+        module = FusedLinear(scope, 6, parts)
+        return lambda _: module(x)
+
+    results = on_each_rank(tp_size, whole, build)
+    share = 8 // tp_size
+    for name, offset in (("q.weight", 0), ("k.weight", share)):
+        joined = torch.cat([qk[:, offset : offset + share] for qk, _ in results], dim=1)
+        torch.testing.assert_close(joined, x @ whole[name].T, rtol=0, atol=1e-12)
+    for _, low in results:
+        torch.testing.assert_close(low, x @ whole["low.weight"].T, rtol=0, atol=1e-12)
+
+
+def test_a_column_then_a_row_split(tp_size: int) -> None:
+    whole = {"up.weight": random(8, 6), "down.weight": random(7, 8)}
+    x = random(5, 6)
+
+    def build(scope: WeightScope, tp: TensorParallel) -> Callable[[TensorParallel], Any]:
+        up = ColumnLinear(scope, "up", (8 // tp.size, 6), is_split=True)
+        down = RowLinear(scope, "down", (7, 8 // tp.size))
+        return lambda tp: tp.all_reduce(down(up(x).tanh()))
+
+    expected = (x @ whole["up.weight"].T).tanh() @ whole["down.weight"].T
+    for result in on_each_rank(tp_size, whole, build):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocab_size", [8, 9, 11, 5])
+def test_embedding_and_head(tp_size: int, vocab_size: int) -> None:
+    whole = {"e.weight": random(vocab_size, 6)}
+    token_ids = torch.arange(vocab_size).flip(0)
+
+    def build(scope: WeightScope, tp: TensorParallel) -> Callable[[TensorParallel], Any]:
+        shard = VocabShard(scope, "e", vocab_size, 6)
+        embedding, head = VocabEmbedding(shard, tp), VocabHead(shard, tp)
+
+        def run(_: TensorParallel) -> tuple[Tensor, Tensor]:
+            shard.prepare()
+            rows = embedding(token_ids)
+            return rows, head(rows)
+
+        return run
+
+    for rows, logits in on_each_rank(tp_size, whole, build):
+        assert torch.equal(rows, whole["e.weight"].flip(0))
+        expected = whole["e.weight"].flip(0) @ whole["e.weight"].T
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

@@ -1,0 +1,76 @@
+"""What a segment says of its request, and how the request advances with it."""
+
+from typing import Any
+
+import pytest
+
+from stagecoach.request import Request, SamplingParams, TokenLogprobs
+from stagecoach.schedule.plan_draft import PlanDraft
+
+PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+def make_request(**params: Any) -> Request:
+    request = Request(
+        request_id=3,
+        prompt_token_ids=PROMPT,
+        params=SamplingParams(**params),
+        seed=0,
+        max_tokens=8,
+        slot=4,
+        sampling_row=2,
+    )
+    request.page_ids.extend((7, 8))
+    return request
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "num_delivered", "targets"),
+    [
+        (0, 6, 0, (6, 7, 8, 9, 10)),  # nothing follows the last prompt token
+        (0, 2, 0, (6, 7)),
+        (2, 2, 2, (8, 9)),
+        (5, 1, 5, ()),
+        (0, 6, 5, ()),  # all delivered by an earlier admission
+        (0, 6, 4, (6, 7, 8, 9, 10)),  # one is missing: targets go with the first rows
+        (0, 2, 2, ()),
+        (0, 3, 2, (6, 7, 8)),
+    ],
+)
+def test_prompt_logprob_targets(
+    start: int, length: int, num_delivered: int, targets: tuple[int, ...]
+) -> None:
+    request = make_request(prompt_logprobs=3)
+    request.num_computed = start
+    request.prompt_logprobs.extend([TokenLogprobs(0, 0.0, 1)] * num_delivered)
+    draft = PlanDraft(100, frozenset())
+    draft.add_chunk(request, length)
+    [segment] = draft.finish(0).segments
+    assert (segment.prompt_logprob_targets, segment.num_prompt_logprobs) == (targets, 3)
+
+
+def test_a_request_advances_as_its_segment_is_added() -> None:
+    request = make_request()
+    draft = PlanDraft(10, frozenset({0}))
+    assert draft.is_empty
+    draft.add_chunk(request, 4)
+    assert (request.num_computed, request.num_plans_in_flight) == (4, 1)
+    assert not request.is_sample_in_flight and not draft.is_empty and draft.budget == 6
+    draft = PlanDraft(10, frozenset({0}))
+    draft.add_chunk(request, 2)
+    assert (request.num_computed, request.num_plans_in_flight) == (6, 2)
+    assert request.is_sample_in_flight and draft.requests == (request,)
+
+
+def test_a_window_is_the_newest_token() -> None:
+    request = make_request()
+    request.output_token_ids.extend((20, 21))
+    request.num_computed = 7
+    draft = PlanDraft(10, frozenset())
+    draft.add_window(request)
+    plan = draft.finish(9, dirty_pages=[5, 3], dirty_slots=[2, 1])
+    [segment] = plan.segments
+    assert (segment.start, segment.token_ids, segment.sampling_row) == (7, (21,), 2)
+    assert (segment.read_slot, segment.write_slot, segment.page_ids) == (4, 4, (7, 8))
+    assert (plan.step, plan.poison_pages, plan.poison_slots) == (9, (3, 5), (1, 2))
+    assert not plan.admissions
