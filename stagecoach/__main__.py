@@ -19,7 +19,8 @@ app = typer.Typer(
     name="stagecoach",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
+    add_completion=False,
     help="Serve Kimi-K3-class models across pipeline stages and tensor-parallel ranks.",
 )
 app.command("generate")(with_engine_options(generate))

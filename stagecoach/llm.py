@@ -4,20 +4,29 @@ Owns the started engine, the tokenizer, and the fan-out of a request into its n 
 """
 
 import asyncio
+import contextlib
+import operator
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as ProgressBar
-from rich.progress import TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress import Progress as ProgressBar
 
 from stagecoach.config import EngineConfig
-from stagecoach.engine.client import EngineClient
+from stagecoach.engine.client import EngineClient, Sink
 from stagecoach.engine.messages import EngineStats, LoadProgress
-from stagecoach.errors import RequestError, StagecoachError
+from stagecoach.errors import CheckpointError, RequestError, StagecoachError
 from stagecoach.outputs import RequestAssembler, RequestOutput
 from stagecoach.request import SamplingParams
 from stagecoach.resolve import resolve
@@ -32,7 +41,7 @@ class _Event(NamedTuple):
     """News of one completion of one request."""
 
     request: "_LiveRequest"
-    index: int
+    completion: int
     news: Progress | StagecoachError
 
 
@@ -42,8 +51,6 @@ class LLM:
     Example:
         >>> with LLM("demo", pipeline_parallel_size=2) as llm:
         ...     [output] = llm.generate("Hello")
-
-    Starting processes needs the usual `if __name__ == "__main__":` guard in a script.
     """
 
     def __init__(self, model: str, *, show_progress: bool = True, **options: Any) -> None:
@@ -58,7 +65,12 @@ class LLM:
             ConfigError, CheckpointError, EngineDeadError: why it cannot serve.
         """
         self.config = resolve(EngineConfig(model=model, **options))
-        self.tokenizer = load_tokenizer(self.config.checkpoint)
+        try:
+            self.tokenizer = load_tokenizer(self.config.checkpoint)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.config.checkpoint}: no usable tokenizer: {error}"
+            ) from None
         with _LoadBar(is_shown=show_progress) as bar:
             self._client = EngineClient(self.config, bar.update)
 
@@ -68,7 +80,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -87,10 +99,10 @@ class LLM:
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        requests: list[_LiveRequest] = []
+        requests = self._prepare_all(listed, params)
         try:
-            for prompt, prompt_params in zip(listed, params, strict=True):
-                requests.append(self._start(prompt, prompt_params, events.put))
+            for request in requests:
+                request.start(events.put)
             self._drain(events, requests, show_progress=use_tqdm)
         finally:
             for request in requests:
@@ -107,22 +119,29 @@ class LLM:
         prompt = self.render_chat(messages, **format_options)
         return self.generate(prompt, sampling_params, use_tqdm=False)[0]
 
-    def render_chat(
-        self, messages: Sequence[dict[str, Any]], **format_options: Any
-    ) -> list[int]:
-        """Prompt token ids of a conversation."""
-        return chat_format.render(self.tokenizer, messages, **format_options)
+    def render_chat(self, messages: Sequence[dict[str, Any]], **format_options: Any) -> list[int]:
+        """Prompt token ids of a conversation.
+
+        Raises:
+            RequestError: the conversation cannot be written in the model's chat format.
+        """
+        try:
+            return chat_format.render(self.tokenizer, messages, **format_options)
+        except ValueError as error:
+            raise RequestError("messages", str(error).removeprefix("messages: ")) from None
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the output, complete up to now, whenever it has grown.
+        """Yield the output, complete up to now, whenever there is news of it.
 
-        Closing the iterator early aborts the request. Errors as of `generate`.
+        It is one object, which grows. Closing the iterator early aborts the request. Errors as
+        of `generate`.
         """
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        request = self._start(prompt, sampling_params or SamplingParams(), events.put)
+        request = self._prepare(prompt, sampling_params or SamplingParams())
         try:
+            request.start(events.put)
             while not request.output.is_finished:
                 request.absorb(events.get())
                 yield request.output
@@ -137,10 +156,13 @@ class LLM:
         events: asyncio.Queue[_Event] = asyncio.Queue()
 
         def put(event: _Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            # Refused when the event loop ended before the iteration: nobody listens any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request = self._start(prompt, sampling_params or SamplingParams(), put)
+        request = self._prepare(prompt, sampling_params or SamplingParams())
         try:
+            request.start(put)
             while not request.output.is_finished:
                 request.absorb(await events.get())
                 yield request.output
@@ -166,16 +188,29 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _start(
-        self, prompt: Prompt, params: SamplingParams, put: Callable[[_Event], None]
-    ) -> "_LiveRequest":
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _prepare_all(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list["_LiveRequest"]:
+        """All requests of a call, none of them started: a bad one is refused before any runs."""
+        requests = []
+        for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self._prepare(prompt, prompt_params))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                place = f"(prompt {number} of 0..{len(prompts) - 1})"
+                raise RequestError(error.field, f"{error.reason} {place}") from None
+        return requests
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> "_LiveRequest":
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, token_ids = None, _as_token_ids(prompt)
         self._client.check(token_ids, params)
         assembler = RequestAssembler(self.tokenizer, text, token_ids, params)
-        request = _LiveRequest(self._client, assembler)
-        request.start(token_ids, params, put)
-        return request
+        return _LiveRequest(self._client, assembler, token_ids, params)
 
     def _drain(
         self,
@@ -193,9 +228,7 @@ class LLM:
         )
         unfinished = len(requests)
         num_tokens = 0
-        with ProgressBar(
-            *columns, console=Console(stderr=True), disable=not show_progress, transient=True
-        ) as bar:
+        with _progress_bar(*columns, is_shown=show_progress) as bar:
             task = bar.add_task("", total=unfinished, tokens=0)
             while unfinished:
                 event = events.get()
@@ -212,26 +245,34 @@ class LLM:
 class _LiveRequest:
     """A request whose n completions run in the engine."""
 
-    def __init__(self, client: EngineClient, assembler: RequestAssembler) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        assembler: RequestAssembler,
+        token_ids: list[int],
+        params: SamplingParams,
+    ) -> None:
         self._client = client
         self._assembler = assembler
+        self._token_ids = token_ids
+        self._params = params
         self._ids: list[int | None] = []
 
     @property
     def output(self) -> RequestOutput:
         return self._assembler.output
 
-    def start(
-        self, token_ids: list[int], params: SamplingParams, put: Callable[[_Event], None]
-    ) -> None:
+    def start(self, put: Callable[[_Event], None]) -> None:
+        """Submit the n completions; their news goes to `put`, in another thread."""
+        params = self._params
+        self._assembler.start_clock()
         for index in range(params.n):
             seed = None if params.seed is None else params.seed + index
             one = msgspec.structs.replace(params, n=1, seed=seed)
-            self._ids.append(
-                self._client.submit(
-                    token_ids, one, lambda news, index=index: put(_Event(self, index, news))
-                )
-            )
+            self._ids.append(self._client.submit(self._token_ids, one, self._sink(index, put)))
+
+    def _sink(self, index: int, put: Callable[[_Event], None]) -> Sink:
+        return lambda news: put(_Event(self, index, news))
 
     def absorb(self, event: _Event) -> None:
         """Apply one event.
@@ -240,14 +281,14 @@ class _LiveRequest:
             StagecoachError: the event is an error.
         """
         if isinstance(event.news, StagecoachError):
-            self._ids[event.index] = None
+            self._ids[event.completion] = None
             raise event.news
-        self._assembler.absorb(event.index, event.news)
+        self._assembler.absorb(event.completion, event.news)
         if event.news.finish_reason is not None:
-            self._ids[event.index] = None
-        elif self.output.outputs[event.index].finish_reason is not None:
+            self._ids[event.completion] = None
+        elif self.output.outputs[event.completion].finish_reason is not None:
             # A stop string was found; the engine does not know of text.
-            self._abort(event.index)
+            self._abort(event.completion)
 
     def abort(self) -> None:
         """End whatever still runs; nothing if all is finished."""
@@ -265,14 +306,12 @@ class _LoadBar:
     """A bar over the bytes that all workers load."""
 
     def __init__(self, *, is_shown: bool) -> None:
-        self._bar = ProgressBar(
+        self._bar = _progress_bar(
             TextColumn("Loading weights"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
-            disable=not is_shown,
-            transient=True,
+            is_shown=is_shown,
         )
         self._task = self._bar.add_task("", total=None)
         self._bytes: dict[str, tuple[int, int]] = {}
@@ -290,12 +329,36 @@ class _LoadBar:
         self._bar.update(self._task, completed=done, total=total)
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _progress_bar(*columns: ProgressColumn, is_shown: bool) -> ProgressBar:
+    """A bar on stderr that vanishes when done; none where stderr is no terminal."""
+    console = Console(stderr=True)
+    is_shown = is_shown and console.is_terminal
+    return ProgressBar(*columns, console=console, disable=not is_shown, transient=True)
+
+
+def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt, which is text or token ids, or many."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise _not_a_prompt(prompts)
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, Integral) for item in listed):
+        return [listed]
+    return listed
+
+
+def _as_token_ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise _not_a_prompt(prompt)
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError:
+        raise _not_a_prompt(prompt) from None
+
+
+def _not_a_prompt(value: object) -> RequestError:
+    return RequestError("prompt", f"must be text or a list of token ids, not {value!r:.60}")
 
 
 def _as_params(

@@ -15,6 +15,11 @@ from typing import Any
 
 from stagecoach.errors import CheckpointError, ConfigError
 
+# How packed experts are stored, as compressed-tensors calls it.
+_PACKED_FORMAT = "mxfp4-pack-quantized"
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
 
 class LayerKind(Enum):
     """Which attention a decoder layer has."""
@@ -157,7 +162,7 @@ def parse_model_config(
             f"config.json: model_type={model_type!r} is not supported (kimi_k3, kimi_linear)"
         )
     keys = _Keys(text)
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.size("num_hidden_layers")
     linear = keys.section("linear_attn_config")
     mla_layers, kda_layers = linear.integers("full_attn_layers"), linear.integers("kda_layers")
     _check_layer_lists(mla_layers, kda_layers, num_layers)
@@ -170,43 +175,42 @@ def parse_model_config(
     moe = _parse_moe(keys)
     first_moe, frequency = (
         keys.integer("first_k_dense_replace", 0),
-        keys.integer("moe_layer_freq", 1),
+        keys.size("moe_layer_freq", 1),
     )
     eos = (*_as_ids(root.get("eos_token_id", text.get("eos_token_id"))), *extra_eos_token_ids)
-    block = text.get("attn_res_block_size")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=keys.integer("vocab_size"),
-        hidden_size=keys.integer("hidden_size"),
+        vocab_size=keys.size("vocab_size"),
+        hidden_size=keys.size("hidden_size"),
         layer_kinds=kinds,
         is_moe_layer=tuple(
             moe is not None and layer >= first_moe and layer % frequency == 0
             for layer in range(num_layers)
         ),
-        dense_intermediate_size=keys.integer("intermediate_size"),
+        dense_intermediate_size=keys.size("intermediate_size"),
         kda=KdaConfig(
-            num_heads=linear.integer("num_heads"),
-            head_dim=linear.integer("head_dim"),
-            conv_kernel_size=linear.integer("short_conv_kernel_size"),
-            gate_lower_bound=linear.number("gate_lower_bound", None),
+            num_heads=linear.size("num_heads"),
+            head_dim=linear.size("head_dim"),
+            conv_kernel_size=linear.size("short_conv_kernel_size"),
+            gate_lower_bound=_parse_lower_bound(linear),
             has_full_rank_gate=bool(linear.get("use_full_rank_gate", False)),
         ),
         mla=MlaConfig(
-            num_heads=keys.integer("num_attention_heads"),
-            q_lora_rank=text.get("q_lora_rank"),
-            kv_lora_rank=keys.integer("kv_lora_rank"),
-            qk_nope_head_dim=keys.integer("qk_nope_head_dim"),
-            qk_rope_head_dim=keys.integer("qk_rope_head_dim"),
-            v_head_dim=keys.integer("v_head_dim"),
+            num_heads=keys.size("num_attention_heads"),
+            q_lora_rank=keys.size_or_none("q_lora_rank"),
+            kv_lora_rank=keys.size("kv_lora_rank"),
+            qk_nope_head_dim=keys.size("qk_nope_head_dim"),
+            qk_rope_head_dim=keys.size("qk_rope_head_dim"),
+            v_head_dim=keys.size("v_head_dim"),
             has_output_gate=bool(text.get("mla_use_output_gate", False)),
             latent_norm_eps=1e-6,
         ),
         moe=moe,
         activation=activation,
-        situ_beta=float(text.get("activation_situ_beta") or 1.0),
+        situ_beta=keys.number("activation_situ_beta", None) or 1.0,
         situ_linear_beta=keys.number("activation_situ_linear_beta", None),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-5)),
-        attn_res_block_size=int(block) if block else None,
+        rms_norm_eps=keys.number("rms_norm_eps", None) or 1e-5,
+        attn_res_block_size=keys.size_or_none("attn_res_block_size"),
         max_position_embeddings=int(
             text.get("max_position_embeddings") or text.get("model_max_length") or 1048576
         ),
@@ -240,6 +244,16 @@ class _Keys:
             raise ConfigError(f"config.json: {key}={value!r} must be a non-negative integer")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.integer(key, default)
+        if value == 0:
+            raise ConfigError(f"config.json: {key}=0 must be at least 1")
+        return value
+
+    def size_or_none(self, key: str) -> int | None:
+        """None where the key is absent, null or 0: the part that it sizes is absent."""
+        return self.integer(key) if self.get(key) else None
+
     def number(self, key: str, default: float | None) -> float | None:
         value = self._values.get(key, default)
         if value is None:
@@ -263,31 +277,52 @@ class _Keys:
         return value
 
 
+def _parse_lower_bound(linear: _Keys) -> float | None:
+    bound = linear.number("gate_lower_bound", None)
+    if bound is not None and bound >= 0:
+        raise ConfigError(
+            f"config.json: linear_attn_config.gate_lower_bound={bound:g} must be negative"
+        )
+    return bound
+
+
 def _parse_moe(keys: _Keys) -> MoeConfig | None:
     num_experts = keys.get("num_experts")
     if not num_experts:
         return None
-    intermediate = keys.integer("moe_intermediate_size")
+    intermediate = keys.size("moe_intermediate_size")
     num_experts_per_token = keys.integer("num_experts_per_token")
     if not 0 < num_experts_per_token <= num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_token={num_experts_per_token} must lie in "
             f"1..num_experts={num_experts}"
         )
+    num_groups = keys.size_or_none("num_expert_group") or 1
+    topk_group = keys.size_or_none("topk_group") or 1
+    if num_experts % num_groups or topk_group > num_groups:
+        raise ConfigError(
+            f"config.json: num_expert_group={num_groups} must divide num_experts={num_experts} "
+            f"and be at least topk_group={topk_group}"
+        )
+    if num_experts_per_token > topk_group * (num_experts // num_groups):
+        raise ConfigError(
+            f"config.json: num_experts_per_token={num_experts_per_token} experts are not in "
+            f"topk_group={topk_group} of num_expert_group={num_groups} groups"
+        )
     return MoeConfig(
         num_experts=keys.integer("num_experts"),
         num_experts_per_token=num_experts_per_token,
         intermediate_size=intermediate,
         shared_intermediate_size=intermediate * (keys.get("num_shared_experts") or 0),
-        latent_size=keys.get("routed_expert_hidden_size"),
+        latent_size=keys.size_or_none("routed_expert_hidden_size"),
         has_latent_norm=bool(keys.get("latent_moe_use_norm", False)),
         score_function=keys.choice(
             "moe_router_activation_func", ("sigmoid", "softmax"), default="sigmoid"
         ),
         renormalize=bool(keys.get("moe_renormalize", True)),
-        routed_scaling_factor=float(keys.get("routed_scaling_factor", 1.0)),
-        num_expert_groups=keys.integer("num_expert_group", 1) or 1,
-        topk_group=keys.integer("topk_group", 1) or 1,
+        routed_scaling_factor=_number_or(keys.number("routed_scaling_factor", None), 1.0),
+        num_expert_groups=num_groups,
+        topk_group=topk_group,
     )
 
 
@@ -306,6 +341,20 @@ def _check_layer_lists(
 def _check_fixed_values(keys: _Keys) -> None:
     if keys.get("mla_use_nope", True) is not True:
         raise ConfigError("config.json: mla_use_nope=false is not supported (MLA has no positions)")
+    keys.choice("topk_method", ("noaux_tc",), default="noaux_tc")
+    num_heads = keys.get("num_attention_heads")
+    if (keys.get("num_key_value_heads") or num_heads) != num_heads:
+        raise ConfigError(
+            f"config.json: num_key_value_heads={keys.get('num_key_value_heads')} must equal "
+            f"num_attention_heads={num_heads}"
+        )
+    if keys.get("quantization_config") is not None:
+        packing = keys.section("quantization_config").get("format")
+        if packing != _PACKED_FORMAT:
+            raise ConfigError(
+                f"config.json: quantization_config.format={packing!r} is not supported "
+                f"({_PACKED_FORMAT})"
+            )
     if keys.get("num_nextn_predict_layers", 0):
         raise ConfigError(
             f"config.json: num_nextn_predict_layers={keys.get('num_nextn_predict_layers')} "
@@ -317,8 +366,17 @@ def _checkpoint_dtype(root: dict[str, Any], text: dict[str, Any]) -> str:
     for source in (root, text):
         for key in ("dtype", "torch_dtype"):
             if source.get(key):
-                return str(source[key]).removeprefix("torch.")
+                dtype = str(source[key]).removeprefix("torch.")
+                if dtype not in _DTYPES:
+                    raise ConfigError(
+                        f"config.json: {key}={dtype!r} is not supported ({', '.join(_DTYPES)})"
+                    )
+                return dtype
     return "bfloat16"
+
+
+def _number_or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
@@ -331,7 +389,10 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not path.exists():
         return ()
-    return _as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    try:
+        return _as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
 
 def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

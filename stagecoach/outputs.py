@@ -87,6 +87,10 @@ class RequestAssembler:
             timings=RequestTimings(),
         )
 
+    def start_clock(self) -> None:
+        """The request is submitted now: times count from here."""
+        self._submitted = time.perf_counter()
+
     def absorb(self, index: int, progress: Progress) -> str:
         """Apply the progress of completion `index`; returns the text that became certain.
 

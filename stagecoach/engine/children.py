@@ -4,8 +4,9 @@ Imports of torch and of all that needs it stand inside the workers' functions: t
 loop imports this module too, and must stay free of torch.
 """
 
+import fcntl
 import os
-import signal
+import shutil
 import threading
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,7 @@ _logger = log.get_logger(__name__)
 
 def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None:
     """Main function of the engine loop's process."""
-    _end_with_owner(lifeline, folder)
+    _clean_up_after_owner(lifeline, folder)
     log.configure("engine", level=config.engine.log_level)
     port = ZmqLoopPort(folder, config.engine.num_workers)
     try:
@@ -43,7 +44,7 @@ def run_worker(
     from stagecoach.engine.worker import Worker
     from stagecoach.pipeline import process_links
 
-    _end_with_owner(lifeline, folder)
+    _die_with_owner(lifeline)
     log.configure(worker.name, level=config.engine.log_level)
     # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -110,15 +111,26 @@ def _use_threads(config: ResolvedConfig) -> None:
     torch.set_num_threads(num_threads)
 
 
-def _end_with_owner(lifeline: Connection) -> None:
+def _die_with_owner(lifeline: Connection) -> None:
     """End this process when its owner's end of the pipe closes, however the owner died.
 
-    A terminal sends Ctrl-C to the owner and its children alike; the owner decides what it means.
+    The kernel sends SIGIO, which ends a process that does not handle it: a thread that waits
+    would need the interpreter, and a worker may be stuck in a library that holds it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = lifeline.fileno()
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if lifeline.poll():
+        raise SystemExit(1)
+
+
+def _clean_up_after_owner(lifeline: Connection, folder: Path) -> None:
+    """The same for the loop, which never is stuck and also removes the engine's folder."""
 
     def wait_for_owner() -> None:
         wait([lifeline])
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait_for_owner, name="lifeline", daemon=True).start()

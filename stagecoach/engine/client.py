@@ -74,9 +74,10 @@ class EngineClient:
         except BaseException:
             self.close()
             raise
-        if self._failure is not None:
+        failure = self.failure
+        if failure is not None:
             self.close()
-            raise self._failure
+            raise failure
 
     @property
     def engine(self) -> RunningEngine:
@@ -102,9 +103,7 @@ class EngineClient:
         if params.seed is not None and params.seed + params.n - 1 > MAX_SEED:
             raise RequestError("seed", f"seed + n - 1 must be at most {MAX_SEED}")
 
-    def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink
-    ) -> int:
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> int:
         """Queue one completion (`params.n` is the caller's business); returns its id.
 
         Raises:
@@ -163,7 +162,8 @@ class EngineClient:
         self._is_closed = True
         atexit.unregister(self.close)
         self._receiver.join()
-        self._engine.stop()
+        # While it loads there is nothing to lose, and a worker may be deaf.
+        self._engine.stop(in_order=self.ready is not None)
         self._fail(EngineDeadError("the engine was closed"))
 
     def _derived_seed(self, number: int) -> int:
@@ -191,11 +191,8 @@ class EngineClient:
             case Outputs(items=items):
                 for progress in items:
                     self._deliver(progress)
-            case RequestRefused(request_id=request_id, field=field, reason=reason):
-                with self._lock:
-                    sink = self._sinks.pop(request_id, None)
-                if sink is not None:
-                    sink(RequestError(field, reason))
+            case RequestRefused():
+                self._refuse(message)
             case EngineStats(query_id=query_id):
                 waiter = self._stats_waiters.get(query_id)
                 if waiter is not None:
@@ -217,6 +214,12 @@ class EngineClient:
                 self._sinks.pop(progress.request_id, None)
         if sink is not None:
             sink(progress)
+
+    def _refuse(self, message: RequestRefused) -> None:
+        with self._lock:
+            sink = self._sinks.pop(message.request_id, None)
+        if sink is not None:
+            sink(RequestError(message.field, message.reason))
 
     def _first_cause(self, reported: StagecoachError) -> StagecoachError:
         """A killed worker breaks its neighbours' connections: prefer the one that was killed."""

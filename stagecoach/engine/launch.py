@@ -1,9 +1,8 @@
 """Start, watch and stop the processes of one engine.
 
 The process that calls `launch` owns the engine: it starts the loop and the workers, notices
-within a second when one of them ends, and ends the others. Children hold one end of a
-lifeline pipe, so that they end with their owner however it dies. They run none of the caller's
-own code and see none of its terminal.
+within a second when one of them ends, and ends the others. Each child holds one end of a
+lifeline pipe, so that it ends with its owner however that dies; none runs the caller's own code.
 
 With the `uni` backend the same classes run as threads of the calling process.
 """
@@ -19,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
@@ -46,8 +45,8 @@ class RunningEngine(Protocol):
     def failure(self) -> EngineDeadError | None:
         """Why the engine ended, once it did unasked."""
 
-    def stop(self) -> None:
-        """End everything in order, then by force; returns when all have ended."""
+    def stop(self, *, in_order: bool = True) -> None:
+        """End everything in order, then (or only) by force; returns when all have ended."""
 
 
 def launch(config: ResolvedConfig) -> RunningEngine:
@@ -72,28 +71,19 @@ class ProcessEngine:
         loop_context = multiprocessing.get_context("spawn")
         worker_context = multiprocessing.get_context("forkserver")
         worker_context.set_forkserver_preload(["stagecoach.engine.worker"])
-        lifeline, self._lifeline = loop_context.Pipe(duplex=False)
         self._processes: dict[str, BaseProcess] = {}
-        with _apart_from_caller():
-            self._start(
-                "engine loop",
-                loop_context.Process,
-                children.run_loop,
-                config,
-                self._folder,
-                lifeline,
-            )
-            for worker in topology.workers:
-                self._start(
-                    worker.name,
-                    worker_context.Process,
-                    children.run_worker,
-                    config,
-                    worker,
-                    self._folder,
-                    lifeline,
-                )
-        lifeline.close()
+        self._lifelines: list[Connection] = []
+        try:
+            with _apart_from_caller():
+                self._start("engine loop", loop_context.Process, children.run_loop, config)
+                for worker in topology.workers:
+                    self._start(
+                        worker.name, worker_context.Process, children.run_worker, config, worker
+                    )
+        except BaseException:
+            self._cut_lifelines()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self.port: ClientPort = ZmqClientPort(self._folder, client=0)
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
         self._watcher.start()
@@ -110,12 +100,14 @@ class ProcessEngine:
     def failure(self) -> EngineDeadError | None:
         return self._failure
 
-    def stop(self) -> None:
+    def stop(self, *, in_order: bool = True) -> None:
         if not self._is_stopping.is_set():
             self._is_stopping.set()
             self.port.send(Shutdown())
-        end_processes(list(self._processes.values()), grace_seconds=_STOP_SECONDS)
-        self._lifeline.close()
+        end_processes(
+            list(self._processes.values()), grace_seconds=_STOP_SECONDS if in_order else 0.0
+        )
+        self._cut_lifelines()
         self._watcher.join()
         self.port.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -127,24 +119,35 @@ class ProcessEngine:
         target: Callable[..., None],
         *arguments: object,
     ) -> None:
-        process = process_class(target=target, args=arguments, name=name, daemon=True)
+        lifeline, owners_end = multiprocessing.Pipe(duplex=False)
+        self._lifelines.append(owners_end)
+        process = process_class(
+            target=target, args=(*arguments, self._folder, lifeline), name=name, daemon=True
+        )
         process.start()
         self._processes[name] = process
+        lifeline.close()
+
+    def _cut_lifelines(self) -> None:
+        for lifeline in self._lifelines:
+            lifeline.close()
 
     def _watch(self) -> None:
-        by_sentinel = {process.sentinel: name for name, process in self._processes.items()}
-        ended = wait(list(by_sentinel))
+        ended = wait([process.sentinel for process in self._processes.values()])
         if self._is_stopping.is_set():
             return
         time.sleep(_BLAME_SECONDS)
-        self._failure = WorkerDiedError(self._describe([by_sentinel[item] for item in ended]))
+        first_ended = [
+            name for name, process in self._processes.items() if process.sentinel in ended
+        ]
+        self._failure = WorkerDiedError(self._describe(first_ended))
         end_processes(list(self._processes.values()), grace_seconds=0.0)
 
-    def _describe(self, first_ended: list[object]) -> str:
+    def _describe(self, first_ended: list[str]) -> str:
         """Who died, killed ones first: a neighbour's broken connection is only a consequence."""
         exit_codes = {name: process.exitcode for name, process in self._processes.items()}
         killed = [name for name, code in exit_codes.items() if code is not None and code < 0]
-        names = killed or [str(name) for name in first_ended]
+        names = killed or first_ended
         return "; ".join(f"{name} {_ending(exit_codes[name])}" for name in names)
 
 
@@ -169,10 +172,11 @@ class ThreadEngine:
     def failure(self) -> EngineDeadError | None:
         return self._failure
 
-    def stop(self) -> None:
+    def stop(self, *, in_order: bool = True) -> None:
         self.port.send(Shutdown())
+        deadline = time.monotonic() + (_STOP_SECONDS if in_order else 0.0)
         for thread in self._threads:
-            thread.join(_STOP_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_loop(self, loop: EngineLoop) -> None:
         try:

@@ -107,7 +107,7 @@ class KdaLayer:
                 )
             )
         o_THV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        o_THV = self._norm(o_THV, gate.reshape(heads)).to(x_TI.dtype)
+        o_THV = self._norm(o_THV, gate.reshape(heads))
         return self._tp.all_reduce(self._output(o_THV.flatten(1)))
 
     def _convolve(

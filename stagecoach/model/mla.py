@@ -109,7 +109,7 @@ class MlaLayer:
         o_TO = o_THV.reshape(step.num_tokens, -1)
         if self._has_gate:
             o_TO = o_TO * gate[0].sigmoid()
-        return self._tp.all_reduce(self._output(o_TO.to(x_TI.dtype)))
+        return self._tp.all_reduce(self._output(o_TO))
 
     def _absorbed_query(self, q_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries against latents: (q_nope W_UK, q_pe)."""
@@ -119,8 +119,7 @@ class MlaLayer:
 
     def _absorbed_value(self, o_latent_THC: Tensor) -> Tensor:
         """Mixed latents to values: o W_UV."""
-        o_latent_HTC = o_latent_THC.to(self._value_up_HCV.dtype).transpose(0, 1)
-        return torch.bmm(o_latent_HTC, self._value_up_HCV).transpose(0, 1)
+        return torch.bmm(o_latent_THC.transpose(0, 1), self._value_up_HCV).transpose(0, 1)
 
     def _expand(self, latent_BLC: Tensor) -> tuple[Tensor, Tensor]:
         """Latents to keys and values: (k_nope [B, L, H, N], v [B, L, H, V])."""

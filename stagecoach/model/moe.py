@@ -45,7 +45,11 @@ class DenseMlp:
 
 
 class MoeMlp:
-    """Routed experts at latent or full width, plus the shared MLP on the full input."""
+    """Routed experts at latent or full width, plus the shared MLP on the full input.
+
+    With a latent width: up(norm(sum of experts of down(x))) + shared(x), as in the published
+    Kimi-K3 modelling code; without it the sum of experts of x, as in Kimi-Linear.
+    """
 
     def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
         moe = config.moe
@@ -140,7 +144,7 @@ class MoeMlp:
             self._gate_up_E2IL,
             self._down_ELI,
             self._activation,
-        ).to(x_TH.dtype)
+        )
 
     def _reduce(self, routed_TL: Tensor, shared_TH: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Sum both addends over the ranks in one collective.

@@ -35,7 +35,6 @@ class LoadProgress(NamedTuple):
     num_loaded: int
     num_tensors: int
     num_bytes: int  # of parameters filled so far
-    total_bytes: int
     total_bytes: int  # of all parameters of this rank
 
 

@@ -53,7 +53,7 @@ class Handoff:
         """
         self._step = step
         while self._sending and self._sending[0].step <= step - self._num_stages:
-            self._sending.popleft().handle.wait()
+            self._end_oldest_send()
 
     def receive(self, num_tokens: int) -> dict[str, Tensor]:
         """Wait for the fields of this step's tokens from the stage before, by name."""
@@ -101,7 +101,12 @@ class Handoff:
     def finish(self) -> None:
         """Wait for every send; called once when the worker ends in order."""
         while self._sending:
-            self._sending.popleft().handle.wait()
+            self._end_oldest_send()
+
+    def _end_oldest_send(self) -> None:
+        # Taken off after the wait: the tensor must outlive its transfer.
+        self._sending[0].handle.wait()
+        self._sending.popleft()
 
 
 def shape_size(shape: tuple[int, ...]) -> int:

@@ -15,8 +15,11 @@ from stagecoach.model.parallel_linear import TensorParallel
 class Handle(Protocol):
     """A transfer under way."""
 
-    def wait(self) -> None:
-        """Return when the tensor was received, or may be rewritten after a send."""
+    def wait(self) -> object:
+        """Return when the tensor was received, or may be rewritten after a send.
+
+        What is returned means nothing.
+        """
 
 
 class Transport(Protocol):

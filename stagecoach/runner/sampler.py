@@ -203,6 +203,8 @@ def _choose(draw: _Draw) -> Tensor:
         log_min_p_Q1 = _column(draw.parameters_QP, Parameter.LOG_MIN_P).to(dtype)
         scaled_QV.masked_fill_(scaled_QV < log_min_p_Q1, -torch.inf)
 
+    scaled = draw._replace(logits_QV=scaled_QV)
+
     # Each row's way depends on its own parameters only.
     by_top_k = [index for index, item in enumerate(draw.traits) if item.top_k is not None]
     by_top_p = [
@@ -219,7 +221,7 @@ def _choose(draw: _Draw) -> Tensor:
     ):
         if not indices:
             continue
-        chosen = choose(draw.pick(indices))
+        chosen = choose(scaled.pick(indices))
         if len(indices) == len(draw.traits):
             return chosen
         token_ids_Q[torch.tensor(indices, device=token_ids_Q.device)] = chosen

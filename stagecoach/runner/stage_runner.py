@@ -87,6 +87,9 @@ class StageRunner:
         Raises:
             CheckpointError: names the tensor or the file.
         """
+        # A decaying state reaches subnormal numbers, which cost tens of cycles each; the flag
+        # belongs to the thread that computes.
+        torch.set_flush_denormal(True)
 
         def report(progress: LoadProgress) -> None:
             on_progress(progress.num_bytes, progress.total_bytes)

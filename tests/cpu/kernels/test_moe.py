@@ -18,7 +18,7 @@ def route_plainly(logits_TE: Tensor, bias_E: Tensor | None, count: int) -> tuple
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (4, 1)])
 def test_route_equals_published_router(groups: tuple[int, int]) -> None:
-    """transformers KimiLinearTopkRouter in float32: the same experts, weights within 2e-7."""
+    """transformers KimiLinearTopkRouter in float32: the same experts, weights within 2.4e-7."""
     num_groups, topk_group = groups
     config = KimiLinearConfig(
         hidden_size=24,
@@ -84,9 +84,9 @@ def make_experts(num_experts: int, latent: int, intermediate: int, seed: int):
     ]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 50])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 50])
 def test_experts_equal_published_experts(num_tokens: int) -> None:
-    """transformers KimiLinearExperts, eager, float64: 1e-14."""
+    """transformers KimiLinearExperts, eager, float64: 2e-16."""
     config = KimiLinearConfig(
         hidden_size=12, num_local_experts=8, moe_intermediate_size=10, hidden_act="silu"
     )
@@ -114,7 +114,9 @@ def test_experts_equal_published_experts(num_tokens: int) -> None:
 def test_neighbours_never_change_a_token(
     num_tokens: int, num_experts: int, num_chosen: int, seed: int
 ) -> None:
-    """A token alone equals the token in a batch with a NaN neighbour: float64, 1e-13.
+    """A token alone equals the token in a batch with a NaN neighbour.
+
+    float64: required 1e-13, reached 4e-15.
 
     Experts that nobody chose may hold anything.
     """
@@ -140,7 +142,7 @@ def test_neighbours_never_change_a_token(
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 64])
 def test_half_precision_sums_are_wide(num_tokens: int) -> None:
-    """bfloat16 experts, float32 weighted sum: 3e-2 from float64 on the same values."""
+    """bfloat16 experts, float32 weighted sum: 9e-3 from float64 on the same values."""
     gate_up_E2IL, down_ELI = (w.bfloat16() for w in make_experts(4, 16, 8, seed=2))
     x_TL = torch.randn(num_tokens, 16).bfloat16()
     weights_TK, ids_TK = route_plainly(torch.randn(num_tokens, 4), None, 2)

@@ -214,10 +214,7 @@ def stage_call(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     def call() -> tuple[Tensor, Tensor]:
         torch.set_num_threads(1)
-        if received is None:
-            stream = model.embed(step.token_ids_T)
-        else:
-            stream = model.resume(*received)
+        stream = model.embed(step.token_ids_T) if received is None else model.resume(*received)
         seen: list[int] = []
         stream = model.forward(stream, step, memory, lambda layer, _: seen.append(layer))
         assert seen == list(model.stage.layers)

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.model.parallel_linear import SingleRank
+from stagecoach.model.stage_memory import memory_shapes
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from tests.cpu.model.model_runs import Grid, Part
+from stagecoach.model.weights import load_stage
+from stagecoach.model_config import load_model_config
+from stagecoach.pipeline.stage import whole_model
+from tests.cpu.model.model_runs import Grid, Part, Row, step_tensors
 
 pytestmark = pytest.mark.cpu
 
@@ -63,24 +70,22 @@ def dummy_folder(write_model: Callable[[dict[str, Any]], Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "is_head_tied"),
-    [(kimi_linear_config, False), (kimi_k3_config, True)],
-    ids=["Kimi-Linear", "Kimi-K3 with a tied head"],
+    ("family", "changes"),
+    [
+        (kimi_linear_config, {}),
+        (kimi_k3_config, {"is_head_tied": True}),
+        (kimi_k3_config, {"num_shared_experts": 0}),
+        (kimi_k3_config, {"num_shared_experts": 0, "latent_size": None}),
+    ],
+    ids=["Kimi-Linear", "tied head", "no shared expert", "routed experts at full width alone"],
 )
-def test_a_vocabulary_that_the_ranks_do_not_divide(
+def test_other_models_and_a_vocabulary_that_the_ranks_do_not_divide(
     write_model: Callable[[dict[str, Any]], Path],
     family: Callable[[TinyShape], dict[str, Any]],
-    is_head_tied: bool,
+    changes: dict[str, Any],
 ) -> None:
-    shape = TinyShape(
-        num_layers=3,
-        mla_layers=(1,),
-        vocab_size=301,
-        is_head_tied=is_head_tied,
-        q_lora_rank=None,
-        block_size=2,
-    )
-    folder = write_model(family(shape))
+    sizes = {"num_layers": 3, "mla_layers": (1,), "vocab_size": 301, "q_lora_rank": None}
+    folder = write_model(family(TinyShape(**sizes, block_size=2, **changes)))
     expected = unsplit(folder)
     assert expected.shape[1] == 301
     for partition, tp_size in (((3,), 4), ((1, 2), 2), ((1, 1, 1), 4)):
@@ -100,3 +105,54 @@ def test_more_ranks_than_vocabulary_rows_in_the_last_shard(
         return grid.prefill(grid.row(5), [0, 1, 2, 3, 4])
 
     torch.testing.assert_close(logits(4), logits(1), rtol=0, atol=1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_any_cut_of_a_prompt_gives_the_same_logits(k3_folder: Path, sizes: list[int]) -> None:
+    """Chunks of drawn sizes, those of one token as windows."""
+    grid = Grid(k3_folder, torch.float64)
+    row, start, parts = grid.row(len(TOKEN_IDS)), 0, []
+    while start < len(TOKEN_IDS):
+        size = sizes[len(parts) % len(sizes)]
+        part = TOKEN_IDS[start : start + size]
+        parts.append(grid.step([Part(row, part, is_window=len(part) == 1)]))
+        start += size
+    expected = grid.prefill(grid.row(len(TOKEN_IDS)), TOKEN_IDS)
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-9)
+
+
+class CountingRank(SingleRank):
+    """Two ranks by name; counts the meetings."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[str, tuple[int, ...]]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.shapes.append(("sum", tuple(tensor.shape)))
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self.shapes.append(("gather", tuple(tensor.shape)))
+        return torch.cat([tensor, tensor], dim=dim)
+
+
+def test_one_collective_a_sublayer(k3_folder: Path) -> None:
+    """The routed sum and the shared expert's meet in one, before the routed norm."""
+    config = load_model_config(k3_folder)
+    stage, tp = whole_model(config.num_layers), CountingRank()
+    model = load_stage(k3_folder, config, stage, tp, torch.float32)
+    memory = memory_shapes(config, stage, 2, torch.float32).allocate(2, 16)
+    step = step_tensors([Part(Row(slot=1, page_ids=[1]), [7, 8])])
+    stream = model.forward(model.embed(step.token_ids_T), step, memory)
+    model.logits(stream, torch.tensor([1]))
+    latent_and_hidden = ("sum", (2, 32 + 64))
+    hidden = ("sum", (2, 64))
+    assert tp.shapes == [
+        hidden,  # embedding
+        *[hidden, hidden],  # layer 0 is dense
+        *[hidden, latent_and_hidden] * 8,
+        ("gather", (1, 256)),
+    ]

@@ -28,6 +28,7 @@ from stagecoach.schedule.step_plan import (
 VOCAB_SIZE = 13
 EOS = 0
 EMPTY_PREFIX = 1
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 def extend(prefix: int, token_id: int) -> int:
@@ -352,3 +353,21 @@ class Harness:
             assert (segment.sampling_row is not None) == is_final, plan.marked(segment)
             if is_final:
                 self._samples_in_flight.add(key)
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [1 + (first + index) % (VOCAB_SIZE - 1) for index in range(length)]
+
+
+def spans(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    assert plan is not None
+    return [(segment.request_id, segment.start, segment.end) for segment in plan.segments]
+
+
+def decode_until_ready(harness: Harness, requests: list[Request]) -> None:
+    """Run until each request has an output and nothing is in flight."""
+    while not all(request.output_token_ids for request in requests):
+        if harness.launch() is None:
+            harness.commit()
+    while harness.scheduler.num_in_flight:
+        harness.commit()

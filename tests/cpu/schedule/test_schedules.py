@@ -1,81 +1,111 @@
 """Random schedules on simulated memory: every one gives the tokens of a request alone."""
 
-from hypothesis import given, settings
+from random import Random
+
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from stagecoach.request import SamplingParams
 from tests.cpu.schedule.fake_executor import VOCAB_SIZE, Harness, Limits
 
 BLOCK_SIZE = 4
+MAX_MODEL_LEN = 24
+PAGES_OF_ONE = MAX_MODEL_LEN // BLOCK_SIZE
 
 
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
-    budget = draw(st.sampled_from([1, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 16, 64]))
-    max_num_seqs = draw(st.integers(1, 5))
-    max_model_len = 24
-    pages_of_one = max_model_len // BLOCK_SIZE
+    max_num_seqs = draw(st.sampled_from([4, 6, 3, 2, 1]))
     return Limits(
         num_stages=draw(st.integers(1, 4)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=draw(
+            st.sampled_from([1, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 16, 64])
+        ),
         block_size=BLOCK_SIZE,
-        max_model_len=max_model_len,
-        num_pages=1 + draw(st.integers(pages_of_one, pages_of_one * 4)),
-        num_slots=1 + draw(st.integers(1, max_num_seqs)),
+        max_model_len=MAX_MODEL_LEN,
+        num_pages=1 + PAGES_OF_ONE + draw(st.sampled_from([0, 1, 2, 3, 30])),
+        num_slots=1 + max_num_seqs - draw(st.integers(0, max_num_seqs // 3)),
     )
 
 
-@st.composite
-def arrivals(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
-    prompt = draw(st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=20))
-    min_tokens = draw(st.sampled_from([0, 0, 3]))
-    penalty = draw(st.sampled_from([0.0, 0.5]))
+def random_request(random: Random) -> tuple[list[int], SamplingParams]:
+    prompt = [
+        random.randrange(1, VOCAB_SIZE) for _ in range(random.randint(1, random.choice([4, 16])))
+    ]
     params = SamplingParams(
-        max_tokens=draw(st.sampled_from([3, 6, 20, None])),
-        min_tokens=min_tokens,
-        ignore_eos=draw(st.booleans()),
-        stop_token_ids=draw(st.sampled_from([(), (4,), (5, 6)])),
-        presence_penalty=penalty,
-        logprobs=draw(st.sampled_from([None, 0])),
-        prompt_logprobs=draw(st.sampled_from([None, 0])),
+        max_tokens=random.choice([3, 12, 20, None]),
+        min_tokens=random.choice([0, 3]),
+        ignore_eos=random.random() < 0.8,
+        stop_token_ids=random.choice([(), (), (), (4,)]),
+        presence_penalty=random.choice([0.0, 0.5]),
+        logprobs=random.choice([None, 0]),
+        prompt_logprobs=random.choice([None, 0]),
     )
     return prompt, params
 
 
-@settings(max_examples=300, deadline=None)
+def play(harness: Harness, random: Random, num_requests: int, abort_rate: float) -> None:
+    """Arrivals, aborts, launches, stages and commits in any order; then all the rest."""
+    pending = [random_request(random) for _ in range(num_requests)]
+    added = []
+    patience = random.choice([2, 10, 50])
+    while pending:
+        if random.random() < abort_rate and added:
+            harness.abort(random.choice(added))
+        action = random.choice(["add", "launch", "advance", "advance", "commit"])
+        if action == "add" and random.randrange(patience) < 2:
+            prompt, params = pending.pop()
+            added.append(harness.add(prompt, params, seed=len(added)))
+        elif action == "launch":
+            harness.launch()
+        elif action == "advance":
+            stage = random.randrange(harness.limits.num_stages)
+            if harness.executor.can_advance(stage):
+                harness.executor.advance(stage)
+        elif action == "commit" and harness.executor.results:
+            harness.commit()
+    harness.finish()
+
+
+@settings(max_examples=250, deadline=None)
 @given(
     sizes=limits(),
-    requests=st.lists(arrivals(), min_size=1, max_size=6),
-    events=st.lists(st.tuples(st.sampled_from("aaxllllsssscc"), st.integers(0, 5)), max_size=80),
+    seed=st.integers(0, 2**32 - 1),
+    num_requests=st.sampled_from([5, 8, 3, 2, 1]),
+    abort_rate=st.sampled_from([0.0, 0.0, 0.02, 0.1]),
     debug_poison=st.booleans(),
 )
 def test_every_schedule_gives_the_tokens_of_the_request_alone(
-    sizes: Limits,
-    requests: list[tuple[list[int], SamplingParams]],
-    events: list[tuple[str, int]],
-    *,
-    debug_poison: bool,
+    sizes: Limits, seed: int, num_requests: int, abort_rate: float, *, debug_poison: bool
 ) -> None:
-    """Arrivals, aborts, launches, stages and commits in any order (I6-I11, I29, I30, I82, I83)."""
+    """I6-I11, I29, I30 and I83 on every plan; conservation at every moment; no livelock."""
     harness = Harness(sizes, debug_poison=debug_poison)
-    pending = list(enumerate(requests))
-    added = []
-    for event, number in events:
-        if event == "a" and pending:
-            seed, (prompt, params) = pending.pop(0)
-            added.append(harness.add(prompt, params, seed))
-        elif event == "x" and added:
-            harness.abort(added[number % len(added)])
-        elif event == "l":
-            harness.launch()
-        elif event == "s":
-            stage = number % sizes.num_stages
-            if harness.executor.can_advance(stage):
-                harness.executor.advance(stage)
-        elif event == "c" and harness.executor.results:
-            harness.commit()
-    for seed, (prompt, params) in pending:
-        harness.add(prompt, params, seed)
-    harness.finish()
+    play(harness, Random(seed), num_requests, abort_rate)
     harness.check_outcomes()
+    event(f"preempted: {harness.scheduler.num_preemptions > 0}")
+    event(f"aborted: {any(r.finish_reason.value == 'abort' for r in harness.requests.values())}")
+
+
+def test_the_random_schedules_reach_what_they_are_for() -> None:
+    """Preemptions, aborts in flight and late rows do occur, so that the test above means it."""
+    num_preemptions = num_late_rows = num_middle_chunks = 0
+    for seed in range(40):
+        sizes = Limits(
+            num_stages=1 + seed % 4,
+            max_num_batched_tokens=(3, 5, 64)[seed % 3],
+            max_model_len=MAX_MODEL_LEN,
+            num_pages=1 + PAGES_OF_ONE + seed % 3,
+        )
+        harness = Harness(sizes)
+        play(harness, Random(seed), num_requests=5, abort_rate=0.02)
+        harness.check_outcomes()
+        num_preemptions += harness.scheduler.num_preemptions
+        segments = [segment for plan in harness.plans for segment in plan.segments]
+        num_middle_chunks += sum(segment.sampling_row is None for segment in segments)
+        num_late_rows += len(segments) - sum(r.num_steps for r in harness.requests.values())
+    assert num_preemptions > 20 and num_late_rows > 10 and num_middle_chunks > 100, (
+        num_preemptions,
+        num_late_rows,
+        num_middle_chunks,
+    )
