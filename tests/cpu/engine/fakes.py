@@ -142,11 +142,19 @@ class ScriptedPort:
     def reply(self, message: FromWorker, rank: int = 0) -> None:
         self._from_workers.append((rank, messages.decode_from_worker(messages.encode(message))))
 
-    def ready(self, *, available_bytes: int = 1 << 20) -> None:
-        """All workers have loaded; the last first."""
-        needs = MemoryNeeds(bytes_per_page=64, bytes_per_slot=128, available_bytes=available_bytes)
-        for worker in reversed(self.topology.workers):
-            self.reply(WorkerReady(worker=worker.name, needs=needs), worker.rank)
+    def ready(self, ranks: Sequence[int] | None = None, **available_bytes: int) -> None:
+        """Workers have loaded, by default all of them; the last of them comes first.
+
+        Args:
+            available_bytes: by `rank_0` and so on, where a worker has not plenty.
+        """
+        for rank in reversed(range(self.topology.num_workers) if ranks is None else ranks):
+            needs = MemoryNeeds(
+                bytes_per_page=64,
+                bytes_per_slot=128,
+                available_bytes=available_bytes.get(f"rank_{rank}", 1 << 20),
+            )
+            self.reply(WorkerReady(worker=self.topology.worker(rank).name, needs=needs), rank)
 
     def echo(self, plan: StepPlan, rank: int, digest: bytes | None = None) -> None:
         if digest is None:

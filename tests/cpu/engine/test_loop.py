@@ -129,22 +129,7 @@ def test_too_little_memory_names_the_worker_however_the_workers_came() -> None:
     config = resolved(pipeline_parallel_size=2, tensor_parallel_size=2)
     port = ScriptedPort(config)
     port.say(Hello())
-    # All but worker 2 have plenty; the last reports first.
-    port.ready(available_bytes=100)
-    port._from_workers = type(port._from_workers)(
-        (
-            rank,
-            message
-            if rank == 2
-            else type(message)(
-                worker=message.worker,
-                needs=type(message.needs)(
-                    bytes_per_page=64, bytes_per_slot=128, available_bytes=1 << 20
-                ),
-            ),
-        )
-        for rank, message in port._from_workers
-    )
+    port.ready(rank_2=100)
     with pytest.raises(CapacityError, match="worker 2 may use 100 bytes"):
         EngineLoop(config, port).run()
     [failed] = port.sent(EngineFailed)
@@ -475,8 +460,7 @@ def test_a_shutdown_during_the_load_ends_in_order(when: str) -> None:
     port = ScriptedPort(config)
 
     def half_loaded() -> None:
-        port.ready()
-        port._from_workers.pop()
+        port.ready(ranks=[1])
         port.then(lambda: port.say(Shutdown()))
 
     def allocating() -> None:

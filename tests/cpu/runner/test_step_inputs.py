@@ -1,0 +1,252 @@
+"""A plan as tensors, against a plain loop over segments and tokens."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stagecoach.kernels.ragged import SegmentGroup, StepTensors
+from stagecoach.runner.step_inputs import (
+    build_sample_inputs,
+    build_step_tensors,
+    build_target_inputs,
+)
+from stagecoach.schedule.step_plan import Segment, StepPlan, pack_page_table
+
+pytestmark = pytest.mark.cpu
+
+
+@dataclass
+class Case:
+    plan: StepPlan
+    block_size: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Windows, then chunks, with lengths and starts around the page size."""
+    block_size = draw(st.sampled_from([1, 2, 4, 5]))
+    num_windows = draw(st.integers(0, 4))
+    num_chunks = draw(st.integers(0 if num_windows else 1, 3))
+    around = [0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size, 3 * block_size + 1]
+    free_pages = draw(st.permutations(range(1, 80)))
+    segments = []
+    for index in range(num_windows + num_chunks):
+        is_window = index < num_windows
+        start = draw(st.sampled_from(around))
+        length = draw(st.integers(1, 4) if is_window else st.sampled_from(around[1:]))
+        length = max(1 if is_window else 2, length)
+        num_pages = -(-(start + length) // block_size) + draw(st.integers(0, 2))
+        pages, free_pages = free_pages[:num_pages], free_pages[num_pages:]
+        has_targets = draw(st.booleans())
+        num_targets = draw(st.integers(1, length)) if has_targets else 0
+        token_ids = draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
+        targets = draw(st.lists(st.integers(0, 999), min_size=num_targets, max_size=num_targets))
+        segments.append(
+            Segment(
+                request_id=100 + index,
+                epoch=0,
+                start=start,
+                token_ids=tuple(token_ids),
+                num_draft_tokens=length - 1 if is_window else 0,
+                read_slot=0 if start == 0 else 20 + index,
+                replay=draw(st.integers(0, 3)) if start else 0,
+                write_slot=40 + index,
+                page_table=pack_page_table(pages),
+                sampling_row=draw(st.none() | st.integers(0, 9)),
+                prompt_logprob_targets=tuple(targets),
+                num_prompt_logprobs=draw(st.integers(0, 3)) if targets else 0,
+            )
+        )
+    return Case(StepPlan(step=3, segments=tuple(segments)), block_size)
+
+
+def cache_row(segment: Segment, position: int, block_size: int) -> int:
+    return segment.page_ids[position // block_size] * block_size + position % block_size
+
+
+def groups_of(case: Case) -> list[tuple[SegmentGroup | None, list[Segment]]]:
+    step = build_step_tensors(case.plan, case.block_size)
+    segments = case.plan.segments
+    return [
+        (step.windows, [segment for segment in segments if segment.is_window]),
+        (step.chunks, [segment for segment in segments if not segment.is_window]),
+    ]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_flat_axis_holds_every_token_with_the_cache_row_of_its_position(case: Case) -> None:
+    step = build_step_tensors(case.plan, case.block_size)
+    token_ids, rows = [], []
+    for segment in case.plan.segments:
+        for place, token_id in enumerate(segment.token_ids):
+            token_ids.append(token_id)
+            rows.append(cache_row(segment, segment.start + place, case.block_size))
+    assert step.num_tokens == len(token_ids)
+    assert step.token_ids_T.tolist() == token_ids
+    assert step.cache_rows_T.tolist() == rows
+    assert step.token_ids_T.dtype == step.cache_rows_T.dtype == torch.int64
+    # The null page is never written.
+    assert min(rows) >= case.block_size
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_group_holds_its_segments_numbers_and_contexts(case: Case) -> None:
+    for group, segments in groups_of(case):
+        assert (group is None) == (not segments)
+        if group is None:
+            continue
+        assert group.num_tokens == sum(segment.num_tokens for segment in segments)
+        assert group.max_length == max(segment.num_tokens for segment in segments)
+        assert group.lengths_B.tolist() == [segment.num_tokens for segment in segments]
+        assert group.starts_B.tolist() == [segment.start for segment in segments]
+        assert group.context_lengths_B.tolist() == [segment.end for segment in segments]
+        assert group.read_slots_B.tolist() == [segment.read_slot for segment in segments]
+        assert group.write_slots_B.tolist() == [segment.write_slot for segment in segments]
+        assert group.replay_B.tolist() == [segment.replay for segment in segments]
+        longest = max(segment.end for segment in segments)
+        assert group.context_rows_BL.tolist() == [
+            [
+                cache_row(segment, position, case.block_size) if position < segment.end else 0
+                for position in range(longest)
+            ]
+            for segment in segments
+        ]
+        for tensor in tensors(group):
+            assert tensor.dtype == (torch.bool if tensor is group.is_real_BW else torch.int64)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_padding_and_flattening_are_inverse_and_padding_points_at_token_0(case: Case) -> None:
+    for group, segments in groups_of(case):
+        if group is None:
+            continue
+        pad_index, flat_index, token = [], [], 0
+        for row, segment in enumerate(segments):
+            pad_index.append([0] * group.max_length)
+            for place in range(segment.num_tokens):
+                pad_index[row][place] = token
+                flat_index.append(row * group.max_length + place)
+                token += 1
+        assert group.pad_index_BW.tolist() == pad_index
+        assert group.flat_index_T.tolist() == flat_index
+        assert group.is_real_BW.tolist() == [
+            [place < segment.num_tokens for place in range(group.max_length)]
+            for segment in segments
+        ]
+        x_T2 = torch.randn(group.num_tokens, 2)
+        padded = group.pad(x_T2, fill=-7.0)
+        assert torch.equal(group.flat(padded), x_T2)
+        assert (padded[~group.is_real_BW] == -7.0).all()
+
+
+@settings(deadline=None)
+@given(cases())
+def test_sampling_reads_the_last_token_of_each_segment_that_samples(case: Case) -> None:
+    inputs = build_sample_inputs(case.plan)
+    indices, tokens, rows, positions, offset = [], [], [], [], 0
+    for index, segment in enumerate(case.plan.segments):
+        offset += segment.num_tokens
+        if segment.sampling_row is not None:
+            indices.append(index)
+            tokens.append(offset - 1)
+            rows.append(segment.sampling_row)
+            positions.append(segment.start + segment.num_tokens)
+    assert list(inputs.segments) == indices
+    assert inputs.token_index_R.tolist() == tokens
+    assert inputs.token_index_R.dtype == torch.int64
+    assert inputs.sampling_rows == rows
+    assert inputs.positions == positions
+    assert case.plan.num_samples == len(rows)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_targets_are_predicted_by_the_first_tokens_of_their_segment(case: Case) -> None:
+    expected, offset = [], 0
+    for index, segment in enumerate(case.plan.segments):
+        if segment.prompt_logprob_targets:
+            tokens = [offset + place for place in range(len(segment.prompt_logprob_targets))]
+            expected.append(
+                (index, tokens, list(segment.prompt_logprob_targets), segment.num_prompt_logprobs)
+            )
+        offset += segment.num_tokens
+    assert [
+        (item.segment, item.token_index_P.tolist(), item.target_ids_P.tolist(), item.num_top)
+        for item in build_target_inputs(case.plan)
+    ] == expected
+
+
+def tensors(group: SegmentGroup | StepTensors) -> list[Tensor]:
+    return [value for value in group if isinstance(value, Tensor)]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_stages_that_decode_the_same_plan_index_with_equal_tensors(case: Case) -> None:
+    encoded = case.plan.encode()
+    first, second = (
+        build_step_tensors(StepPlan.decode(encoded), case.block_size) for _ in range(2)
+    )
+    for ours, theirs in (
+        (first, second),
+        (first.windows, second.windows),
+        (first.chunks, second.chunks),
+    ):
+        assert (ours is None) == (theirs is None)
+        if ours is None or theirs is None:
+            continue
+        for one, other in zip(tensors(ours), tensors(theirs), strict=True):
+            assert torch.equal(one, other)
+            assert one.dtype == other.dtype
+
+
+def test_a_plan_that_samples_nothing_has_no_rows() -> None:
+    segment = Segment(
+        request_id=1,
+        epoch=0,
+        start=0,
+        token_ids=(5, 6),
+        read_slot=0,
+        write_slot=1,
+        page_table=pack_page_table([1]),
+    )
+    plan = StepPlan(step=0, segments=(segment,))
+    inputs = build_sample_inputs(plan)
+    assert inputs.segments == () and inputs.token_index_R.shape == (0,)
+    assert inputs.token_index_R.dtype == torch.int64
+    assert build_target_inputs(plan) == []
+
+
+@pytest.mark.parametrize("num_others", [0, 1], ids=["alone", "beside a longer table"])
+def test_tokens_without_a_page_are_our_mistake(num_others: int) -> None:
+    """Without a page they would be written to the null page, where padding reads."""
+    others = [
+        Segment(
+            request_id=2,
+            epoch=0,
+            start=0,
+            token_ids=(1,) * 9,
+            read_slot=0,
+            write_slot=2,
+            page_table=pack_page_table([7, 8, 9]),
+        )
+    ]
+    short = Segment(
+        request_id=1,
+        epoch=0,
+        start=0,
+        token_ids=(1,) * 5,
+        read_slot=0,
+        write_slot=1,
+        page_table=pack_page_table([3]),
+    )
+    plan = StepPlan(step=0, segments=(*others[:num_others], short))
+    with pytest.raises(AssertionError, match="too few pages"):
+        build_step_tensors(plan, 4)
