@@ -23,10 +23,13 @@ app = typer.Typer(
     add_completion=False,
     help="Serve Kimi-K3-class models across pipeline stages and tensor-parallel ranks.",
 )
-app.command("generate")(with_engine_options(generate))
-app.command("demo")(with_engine_options(demo))
-app.command("eval")(with_engine_options(evaluate))
-app.command("support")(support)
+for _name, _command, _summary in (
+    ("generate", with_engine_options(generate), "Complete one or many prompts."),
+    ("demo", with_engine_options(demo), "Show the bundled model at work."),
+    ("eval", with_engine_options(evaluate), "Score a model on held-out tasks."),
+    ("support", support, "What runs on which layout, and what is refused."),
+):
+    app.command(_name, short_help=_summary)(_command)
 
 
 def main() -> None:

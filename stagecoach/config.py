@@ -76,7 +76,7 @@ class EngineConfig:
     )
     num_threads: int | None = field(
         default=None,
-        metadata={"doc": "CPU threads of each worker. Default: the cores shared out, at least 1."},
+        metadata={"doc": "CPU threads of each worker. Default: all cores but one, shared out."},
     )
     log_level: str = field(
         default="info", metadata={"doc": "Least severe messages on stderr: debug to error."}

@@ -68,9 +68,7 @@ class LLM:
         try:
             self.tokenizer = load_tokenizer(self.config.checkpoint)
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.config.checkpoint}: no usable tokenizer: {error}"
-            ) from None
+            raise CheckpointError(f"no usable tokenizer: {error}") from None
         with _LoadBar(is_shown=show_progress) as bar:
             self._client = EngineClient(self.config, bar.update)
 
@@ -340,7 +338,7 @@ def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt, which is text or token ids, or many."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise _not_a_prompt(prompts)
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(item, Integral) for item in listed):

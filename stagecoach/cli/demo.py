@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagecoach.demo.example import Example
 from stagecoach.demo.evaluation import render_prompt
+from stagecoach.demo.example import Example
 from stagecoach.demo.tasks import FAMILIES, generate
 from stagecoach.llm import LLM
 from stagecoach.outputs import RequestOutput
@@ -40,7 +40,9 @@ def demo(
     began = time.perf_counter()
     with LLM("demo", **options) as llm:
         console.print(f"Ready in {time.perf_counter() - began:.1f} s: {_layout(llm)}\n")
-        answers = [_answer(llm, family, example) for family, example in _questions(prompt, eval_seed)]
+        answers = [
+            _answer(llm, family, example) for family, example in _questions(prompt, eval_seed)
+        ]
         Console().print(_table(llm, answers))
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stagecoach.demo.evaluation import EvaluationReport, evaluate_model
-from stagecoach.errors import ConfigError
 from stagecoach.demo.tasks import FAMILIES
+from stagecoach.errors import ConfigError
 from stagecoach.llm import LLM
 
 

@@ -12,61 +12,85 @@ from stagecoach.llm import LLM, Prompt
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams
 
-_SAMPLING = "Sampling options"
+_DEFAULT_MAX_TOKENS = 256
 
 
 def generate(
     *,
-    model: Annotated[
-        str, typer.Option(help="Checkpoint folder, or `demo` or `tiny`.")
-    ] = "demo",
+    model: Annotated[str, typer.Option(help="Checkpoint folder, or `demo` or `tiny`.")] = "demo",
     prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A prompt; may be given several times."),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with one prompt a line.")
+        Path | None, typer.Option(metavar="FILE", help="A text file with one prompt a line.")
     ] = None,
     prompt_token_ids: Annotated[
-        list[str] | None, typer.Option(help="A prompt as token ids, as in `[1, 2, 3]`.")
+        list[str] | None,
+        typer.Option(metavar="JSON", help="A prompt as token ids, as in `[1, 2, 3]`."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Each prompt is a user's message in the model's chat format.")
+        bool,
+        typer.Option("--chat", help="Each prompt is a user's message in the chat format."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with `outputs` and `stats`.")
     ] = False,
-    temperature: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    top_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 1.0,
-    top_k: Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="0: all.")] = 0,
-    min_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 1.0,
-    max_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 256,
-    min_tokens: Annotated[int, typer.Option(rich_help_panel=_SAMPLING)] = 0,
-    sampling_seed: Annotated[
-        int | None, typer.Option(rich_help_panel=_SAMPLING, help="Seed of every prompt.")
+    temperature: Annotated[
+        float, typer.Option(help="Randomness of the choice; 0 takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Choose among the likeliest tokens that have this mass.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Choose among that many likeliest tokens; 0: among all.")
+    ] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens less likely than this share of the likeliest.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logit of each token that the output has.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off for each time that the output has the token.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens of the prompt and the output.")
+    ] = 1.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most output tokens. Default: 256, or less if the model is shorter."),
     ] = None,
-    n: Annotated[int, typer.Option("-n", rich_help_panel=_SAMPLING, help="Completions.")] = 1,
+    min_tokens: Annotated[
+        int, typer.Option(help="Output tokens before anything but --max-tokens ends it.")
+    ] = 0,
+    sampling_seed: Annotated[
+        int | None, typer.Option(help="Seed of every prompt. Default: derived from --seed.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--n", help="Completions of each prompt.")] = 1,
     stop: Annotated[
-        list[str] | None, typer.Option(rich_help_panel=_SAMPLING, help="A stop string.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A text that ends the output; may be repeated."),
     ] = None,
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(rich_help_panel=_SAMPLING, help="A stop token.")
+        list[int] | None,
+        typer.Option(metavar="INT", help="A token that ends the output; may be repeated."),
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(rich_help_panel=_SAMPLING)] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+    ] = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(rich_help_panel=_SAMPLING, help="Alternatives reported for each token."),
+        typer.Option(help="Report each output token's log-probability, and that many others."),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(rich_help_panel=_SAMPLING, help="The same for the prompt.")
+        int | None, typer.Option(help="The same for the tokens of the prompt.")
     ] = None,
     engine_options: dict[str, Any],
 ) -> None:
     """Complete one or many prompts. One prompt without --json is printed as it is written."""
     prompts = _collect_prompts(prompt, prompt_file, prompt_token_ids)
-    params = SamplingParams(
+    wanted = SamplingParams(
         n=n,
         temperature=temperature,
         top_p=top_p,
@@ -86,6 +110,7 @@ def generate(
         skip_special_tokens=not chat,
     )
     with LLM(model, **engine_options) as llm:
+        params = _with_max_tokens(wanted, llm.config.max_model_len)
         if chat:
             prompts = [
                 llm.render_chat([{"role": "user", "content": text}])
@@ -109,8 +134,8 @@ def _collect_prompts(
     if prompt_file is not None:
         try:
             prompts += prompt_file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise RequestError("prompt_file", str(error)) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError("prompt_file", f"{prompt_file}: {error}") from None
     for text in prompt_token_ids or ():
         try:
             prompts.append(msgspec.json.decode(text, type=list[int]))
@@ -121,6 +146,12 @@ def _collect_prompts(
     if not prompts:
         raise RequestError("prompt", "none given; use --prompt TEXT")
     return prompts
+
+
+def _with_max_tokens(params: SamplingParams, max_model_len: int) -> SamplingParams:
+    if params.max_tokens is not None:
+        return params
+    return msgspec.structs.replace(params, max_tokens=min(_DEFAULT_MAX_TOKENS, max_model_len))
 
 
 def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:

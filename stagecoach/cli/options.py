@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 import yaml
 
 from stagecoach.config import EngineConfig, option
 from stagecoach.errors import ConfigError
+from stagecoach.observe import log
 
-_PANEL = "Engine options"
-_DEFAULTS = {item.name: item.default for item in dataclasses.fields(EngineConfig)}
+_FIELDS = {item.name: item for item in dataclasses.fields(EngineConfig) if item.name != "model"}
+_METAVARS = {"pp_partition": "INT,INT,...", "hf_overrides": "JSON", "dtype": "NAME"}
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,7 +32,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
         for name, parameter in inspect.signature(command).parameters.items()
         if name != "engine_options"
     ]
-    flags = [_parameter(item) for item in dataclasses.fields(EngineConfig) if item.name != "model"]
+    flags = [_parameter(item) for item in _FIELDS.values()]
     config_flag = inspect.Parameter(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
@@ -39,8 +41,8 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
             Path | None,
             typer.Option(
                 "--config",
+                metavar="FILE",
                 help="YAML file of engine options, one `name: value` a line; flags win over it.",
-                rich_help_panel=_PANEL,
             ),
         ],
     )
@@ -54,7 +56,9 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
         }
         path = arguments.pop("config")
         from_file = {} if path is None else read_config_file(path)
-        command(engine_options={**from_file, **given}, **arguments)
+        options = {**from_file, **given}
+        _configure_log(options.get("log_level", _FIELDS["log_level"].default))
+        command(engine_options=options, **arguments)
 
     signature = inspect.Signature(
         [
@@ -64,39 +68,58 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
         ]
     )
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {
-        name: item.annotation for name, item in signature.parameters.items()
-    }
+    wrapped.__annotations__ = {name: item.annotation for name, item in signature.parameters.items()}
     return wrapped
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Engine options of a YAML file; names with dashes or underscores.
+    """Engine options of a YAML file; names with dashes or underscores, null for the default.
 
     Raises:
-        ConfigError: the file cannot be read, or holds a name that is no option.
+        ConfigError: the file cannot be read, holds a name that is no option or the same name
+            twice, or a value of another type than the option's.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config={path}: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config={path}: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config={path}: must hold `name: value` lines")
-    options = {}
+    options: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in _DEFAULTS or name == "model":
+        if name == "model":
+            raise ConfigError(f"--config={path}: the model is chosen on the command line only")
+        if name not in _FIELDS:
             raise ConfigError(f"--config={path}: {key} is not an engine option")
-        options[name] = _parse(name, value)
-    return options
+        if name in options:
+            raise ConfigError(f"--config={path}: {key} is there twice")
+        options[name] = _typed(path, name, value)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _typed(path: Path, name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(_parse(name, value), type=_FIELDS[name].type)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--config={path}: {name}: {error}") from None
+
+
+def _configure_log(level: str) -> None:
+    """For what is logged in this process; the others do it for themselves."""
+    # A wrong level is refused with all other options, when the engine starts.
+    if level in log.LEVELS:
+        log.configure("stagecoach", level=level)
 
 
 def _parameter(item: "dataclasses.Field[Any]") -> inspect.Parameter:
     names = [*item.metadata.get("flags", ()), option(item.name)]
     is_flag = item.default is False
-    kind: Any = {int: int, bool: bool}.get(item.type, str)  # type: ignore[call-overload]
-    if item.type == (int | None):
-        kind = int
+    kind: Any = bool if is_flag else int if item.type in (int, int | None) else str
     shown = None if item.default in (None, dataclasses.MISSING) or is_flag else str(item.default)
     return inspect.Parameter(
         item.name,
@@ -106,10 +129,9 @@ def _parameter(item: "dataclasses.Field[Any]") -> inspect.Parameter:
             kind | None,
             typer.Option(
                 *names,
-                help=item.metadata["doc"] + (f" [default: {shown}]" if shown else ""),
+                help=item.metadata["doc"] + (f"  [default: {shown}]" if shown else ""),
                 show_default=False,
-                rich_help_panel=_PANEL,
-                **({} if is_flag else {"metavar": kind.__name__.upper()}),
+                **({} if is_flag else {"metavar": _METAVARS.get(item.name, kind.__name__.upper())}),
             ),
         ],
     )
@@ -117,18 +139,17 @@ def _parameter(item: "dataclasses.Field[Any]") -> inspect.Parameter:
 
 def _parse(name: str, value: Any) -> Any:
     """Values that a command line or YAML cannot type by itself."""
-    if name == "pp_partition" and not isinstance(value, tuple):
-        parts = value if isinstance(value, list) else str(value).split(",")
+    if name == "pp_partition" and isinstance(value, str | int):
         try:
-            return tuple(int(part) for part in parts)
+            return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             raise ConfigError(f"--pp-partition={value}: must be numbers, as in 5,4") from None
     if name == "hf_overrides" and isinstance(value, str):
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"--hf-overrides: not valid JSON ({error})") from None
+            raise ConfigError(f"--hf-overrides={value}: not valid JSON: {error}") from None
         if not isinstance(parsed, dict):
-            raise ConfigError("--hf-overrides: must be a JSON object")
+            raise ConfigError(f"--hf-overrides={value}: must be a JSON object")
         return parsed
     return value

@@ -14,9 +14,19 @@ def support(
 ) -> None:
     """Print what is supported with which stages and ranks, and what is refused and why."""
     if markdown:
-        typer.echo(compatibility.render_markdown())
+        typer.echo(compatibility.render_markdown(), nl=False)
         return
-    table = Table("", *(name for name, _ in compatibility.LAYOUTS))
+    features = Table(title="What runs on which layout")
+    features.add_column("", overflow="fold")
+    for layout, _ in compatibility.LAYOUTS:
+        features.add_column(layout, overflow="fold")
     for row in compatibility.support_table():
-        table.add_row(row.feature, *row.cells)
-    Console().print(table)
+        features.add_row(row.feature, *row.cells)
+    refused = Table(title="What is refused before anything starts")
+    for name in ("rule", "what must hold", "why"):
+        refused.add_column(name, overflow="fold")
+    for rule in compatibility.TABLE:
+        refused.add_row(rule.name, rule.requires, rule.reason)
+    console = Console()
+    console.print(features)
+    console.print(refused)

@@ -51,6 +51,7 @@ def run_worker(
     _use_threads(config)
     port = ZmqWorkerPort(folder, worker.rank)
     try:
+        _flush_subnormals()
         links = process_links.connect(worker, _topology(config), folder / "rendezvous")
         Worker(config, worker, links, port).run()
         process_links.disconnect()
@@ -74,6 +75,7 @@ def start_worker_threads(
     def run(worker: WorkerId) -> None:
         port = hub.worker_port(worker.rank)
         try:
+            _flush_subnormals()
             Worker(config, worker, mesh.links(worker), port).run()
         except Exception as error:  # noqa: BLE001 - the thread ends here and says why
             _report(port, worker, error)
@@ -107,8 +109,21 @@ def _use_threads(config: ResolvedConfig) -> None:
 
     num_threads = config.engine.num_threads
     if num_threads is None:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // config.engine.num_workers)
+        # A core is left to the engine loop and its client: torch's threads spin while they
+        # wait for each other, and lose far more to a busy core than a further thread gains.
+        num_cores = len(os.sched_getaffinity(0)) - 1
+        num_threads = max(1, num_cores // config.engine.num_workers)
     torch.set_num_threads(num_threads)
+
+
+def _flush_subnormals() -> None:
+    """A decaying state reaches subnormal numbers, and arithmetic on them is many times slower.
+
+    The setting belongs to the thread that computes.
+    """
+    import torch
+
+    torch.set_flush_denormal(True)
 
 
 def _die_with_owner(lifeline: Connection) -> None:

@@ -6,7 +6,6 @@ which hands each request's progress to the sink that came with it. Knows no text
 
 import atexit
 import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,11 @@ from stagecoach.schedule.commit import Progress
 Sink = Callable[[Progress | StagecoachError], None]
 
 _POLL_SECONDS = 0.1
+
+_PARAMETER_DECODERS = {
+    field.name: msgspec.msgpack.Decoder(field.type)
+    for field in msgspec.structs.fields(SamplingParams)
+}
 
 
 class EngineClient:
@@ -256,12 +260,11 @@ def _check_types(prompt_token_ids: Sequence[int], params: SamplingParams) -> Non
     for token_id in prompt_token_ids:
         if type(token_id) is not int:
             raise RequestError("prompt", f"a token id is an integer, not {token_id!r}")
-    try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        field = re.search(r"\$\.(\w+)", str(error))
-        reason = str(error).partition(" - at ")[0]
-        raise RequestError(field[1] if field else "sampling_params", reason) from None
+    for name, decoder in _PARAMETER_DECODERS.items():
+        try:
+            decoder.decode(msgspec.msgpack.encode(getattr(params, name)))
+        except (msgspec.ValidationError, TypeError, OverflowError) as error:
+            raise RequestError(name, str(error).partition(" - at ")[0]) from None
 
 
 class _StatsWaiter:

@@ -6,6 +6,7 @@ together; reference implementations pad to [B, W, ...] with `pad` and come back 
 Dimensions: T tokens of the group, B segments, W the longest segment, L the longest context.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class SegmentGroup(NamedTuple):
-    """Segments that one operator call runs together: all windows, or all chunks of a step.
+    """Segments that one operator call runs together: windows, or chunks, of alike lengths.
 
     Built once a step by `runner/step_inputs.py`; every layer reads it.
     """
@@ -47,25 +48,31 @@ class SegmentGroup(NamedTuple):
         return x_flat[self.flat_index_T]
 
 
+class GroupSpan(NamedTuple):
+    """A group, and where its tokens lie on the flat axis of the step."""
+
+    tokens: slice
+    group: SegmentGroup
+    is_window: bool
+
+
 class StepTensors(NamedTuple):
     """A step plan as tensors: what the layers of every stage index with.
 
-    The flat token axis holds the windows' tokens first, then the chunks'. A plan without
-    windows or without chunks has None there.
+    The flat token axis holds the groups' tokens in their order: windows, then chunks.
     """
 
     num_tokens: int
     token_ids_T: Tensor  # int64
     cache_rows_T: Tensor  # int64, MLA cache row (page * page_size + offset) of each token
-    windows: SegmentGroup | None
-    chunks: SegmentGroup | None
+    windows: tuple[SegmentGroup, ...]
+    chunks: tuple[SegmentGroup, ...]
 
-    def groups(self) -> list[tuple[slice, SegmentGroup]]:
-        """The groups present, with their range of the flat token axis."""
-        present: list[tuple[slice, SegmentGroup]] = []
+    def spans(self) -> Iterator[GroupSpan]:
+        """The groups with their places on the flat token axis."""
         start = 0
-        for group in (self.windows, self.chunks):
-            if group is not None:
-                present.append((slice(start, start + group.num_tokens), group))
-                start += group.num_tokens
-        return present
+        for is_window, groups in ((True, self.windows), (False, self.chunks)):
+            for group in groups:
+                end = start + group.num_tokens
+                yield GroupSpan(slice(start, end), group, is_window)
+                start = end

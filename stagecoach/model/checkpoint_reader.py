@@ -171,9 +171,9 @@ def _tensor_paths(folder: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            return {name: folder / file_name for name, file_name in weight_map.items()}
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: no readable weight_map ({error!r})") from None
-        return {name: folder / file_name for name, file_name in weight_map.items()}
     paths: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name in read_safetensors_header(path):

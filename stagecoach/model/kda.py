@@ -92,9 +92,9 @@ class KdaLayer:
         )
         beta_TH = beta_TH.to(decay_THK.dtype).sigmoid()
         outputs = []
-        for span, group in step.groups():
+        for span, group, is_window in step.spans():
             q_THK, k_THK, v_THV = self._convolve(channels_TC[span], memory, group)
-            recur = kda_recurrent if group is step.windows else kda_chunked
+            recur = kda_recurrent if is_window else kda_chunked
             outputs.append(
                 recur(
                     q_THK,

@@ -106,7 +106,7 @@ class StageModel:
         self._shards: dict[str, VocabShard] = {}
         self._embedding: VocabEmbedding | None = None
         if stage.is_first:
-            self._embedding = VocabEmbedding(self._vocab_shard(EMBEDDING), tp)
+            self._embedding = VocabEmbedding(self._vocab_shard(EMBEDDING, is_embedding=True), tp)
         layers = self._scope.child("model.layers")
         self._layers = [
             DecoderLayer(config, layer, layers.child(str(layer)), tp) for layer in stage.layers
@@ -133,8 +133,6 @@ class StageModel:
         """Derive what the forward needs; once, after all slots are filled."""
         for layer in self._layers:
             layer.prepare()
-        for shard in self._shards.values():
-            shard.prepare()
         if self.stage.is_last:
             self._output_read.prepare()
 
@@ -197,13 +195,11 @@ class StageModel:
         )
         self._output_norm = RmsNorm(weights, "norm", hidden_size, config.rms_norm_eps)
         name = EMBEDDING if config.tie_word_embeddings else HEAD
-        self._head = VocabHead(self._vocab_shard(name), tp)
+        self._head = VocabHead(self._vocab_shard(name, is_embedding=False), tp)
 
-    def _vocab_shard(self, name: str) -> VocabShard:
+    def _vocab_shard(self, name: str, *, is_embedding: bool) -> VocabShard:
         """One copy a rank: a tied head on the first stage is the embedding's shard."""
         if name not in self._shards:
-            config = self.config
-            self._shards[name] = VocabShard(
-                self._scope, name, config.vocab_size, config.hidden_size
-            )
+            sizes = (self.config.vocab_size, self.config.hidden_size)
+            self._shards[name] = VocabShard(self._scope, name, sizes, is_embedding=is_embedding)
         return self._shards[name]

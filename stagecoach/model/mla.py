@@ -87,8 +87,8 @@ class MlaLayer:
         rows_TD = torch.cat([self._latent_norm(latent_TC), k_pe_TP], dim=-1)
         write_rows(memory.cache_RD, rows_TD, step.cache_rows_T)
         outputs = []
-        for span, group in step.groups():
-            if group is step.windows:
+        for span, group, is_window in step.spans():
+            if is_window:
                 q_latent_THC, q_pe_THP = self._absorbed_query(q_THD[span])
                 o_latent_THC = mla_decode(
                     q_latent_THC, q_pe_THP, memory.cache_RD, group, self._scale

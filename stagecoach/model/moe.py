@@ -70,7 +70,7 @@ class MoeMlp:
             for name in ("shared_experts.gate_proj", "shared_experts.up_proj"):
                 parts.append(LinearPart((name,), shared_width, is_split=True))
         self._input = FusedLinear(weights, hidden_size, tuple(parts)) if parts else None
-        self._router_EH = weights.parameter(moe.num_experts, hidden_size, kind=WeightKind.ROUTER)
+        self._router_EH = weights.matrix(moe.num_experts, hidden_size, kind=WeightKind.ROUTER)
         weights.bind("gate.weight", self._router_EH, WeightKind.ROUTER)
         self._router_bias_E = weights.parameter(moe.num_experts, kind=WeightKind.ROUTER_BIAS)
         weights.bind("gate.e_score_correction_bias", self._router_bias_E, WeightKind.ROUTER_BIAS)
@@ -94,8 +94,8 @@ class MoeMlp:
     def _bind_experts(self, weights: WeightScope, routed_size: int, width: int) -> None:
         """w1 is the gate, w3 the up projection, w2 the down projection."""
         num_experts = self._moe.num_experts
-        self._gate_up_E2IL = weights.parameter(num_experts, 2 * width, routed_size)
-        self._down_ELI = weights.parameter(num_experts, routed_size, width)
+        self._gate_up_E2IL = weights.matrix(num_experts, 2 * width, routed_size)
+        self._down_ELI = weights.matrix(num_experts, routed_size, width)
         for expert in range(num_experts):
             gate_IL, up_IL = self._gate_up_E2IL[expert].split(width)
             for name, target, split_dim in (

@@ -62,7 +62,7 @@ class FusedLinear:
         self, weights: WeightScope, num_inputs: int, parts: tuple[LinearPart, ...]
     ) -> None:
         self._sizes = [len(part.names) * part.width for part in parts]
-        self._weight_OI = weights.parameter(sum(self._sizes), num_inputs)
+        self._weight_OI = weights.matrix(sum(self._sizes), num_inputs)
         start = 0
         for part in parts:
             for name in part.names:
@@ -81,7 +81,7 @@ class ColumnLinear:
     def __init__(
         self, weights: WeightScope, name: str, sizes: tuple[int, int], *, is_split: bool
     ) -> None:
-        self.weight_OI = weights.parameter(*sizes)
+        self.weight_OI = weights.matrix(*sizes)
         weights.bind(f"{name}.weight", self.weight_OI, split_dim=0 if is_split else None)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class RowLinear:
     """A projection whose inputs are split. The ranks' results are still to be summed."""
 
     def __init__(self, weights: WeightScope, name: str, sizes: tuple[int, int]) -> None:
-        self.weight_OI = weights.parameter(*sizes)
+        self.weight_OI = weights.matrix(*sizes)
         weights.bind(f"{name}.weight", self.weight_OI, split_dim=1)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -101,29 +101,31 @@ class RowLinear:
 
 
 class VocabShard:
-    """This rank's rows of a [V, H] matrix; rows beyond the vocabulary are zero."""
+    """This rank's rows of a [V, H] matrix; rows beyond the vocabulary are zero.
 
-    def __init__(self, weights: WeightScope, name: str, vocab_size: int, hidden_size: int) -> None:
+    Args:
+        is_embedding: rows are looked up, so each lies in one piece; a head alone is a matrix
+            like others.
+    """
+
+    def __init__(
+        self, weights: WeightScope, name: str, sizes: tuple[int, int], *, is_embedding: bool
+    ) -> None:
+        vocab_size, hidden_size = sizes
         shard = vocab_shard_size(vocab_size, weights.tp_size)
         self.vocab_size = vocab_size
         self.start = min(vocab_size, shard * weights.tp_rank)
         self.num_rows = min(vocab_size, self.start + shard) - self.start
-        real_VH = weights.parameter(self.num_rows, hidden_size)
+        allocate = weights.parameter if is_embedding else weights.matrix
+        self.weight_VH = allocate(shard, hidden_size)
         weights.bind_region(
             f"{name}.weight",
-            real_VH,
-            (vocab_size, hidden_size),
+            self.weight_VH[: self.num_rows],
+            sizes,
             (slice(self.start, self.start + self.num_rows), slice(0, hidden_size)),
         )
-        self.weight_VH = real_VH
-        self._num_padded = shard - self.num_rows
-
-    def prepare(self) -> None:
-        """Pad the shard after loading, so that all ranks gather one shape."""
-        if self._num_padded:
-            padding = self.weight_VH.new_zeros(self._num_padded, self.weight_VH.shape[1])
-            self.weight_VH = torch.cat([self.weight_VH, padding])
-            self._num_padded = 0
+        # Padded, so that all ranks gather one shape.
+        weights.pad(self.weight_VH[self.num_rows :])
 
 
 class VocabEmbedding:

@@ -21,16 +21,9 @@ from stagecoach.pipeline.handoff import Handoff
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.stage import Stage, make_stages
 from stagecoach.pipeline.topology import Topology, WorkerId
-from stagecoach.request import TokenLogprobs
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
-from stagecoach.runner.logprobs import prompt_logprobs
-from stagecoach.runner.sampler import sample
-from stagecoach.runner.sampling_table import SamplingTable
-from stagecoach.runner.step_inputs import (
-    build_sample_inputs,
-    build_step_tensors,
-    build_target_inputs,
-)
+from stagecoach.runner.last_stage import LastStage
+from stagecoach.runner.step_inputs import build_step_tensors
 from stagecoach.schedule.step_plan import RowResult, StepPlan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -40,7 +33,7 @@ class StepOutcome(NamedTuple):
     """What one rank knows after a step."""
 
     rows: tuple[RowResult, ...] | None  # only on the rank that samples
-    forward_seconds: float  # from the stage's input to its output, sampling left out
+    forward_seconds: float  # inside the model: layers and head
     wait_seconds: float  # for the stage before
 
 
@@ -71,11 +64,9 @@ class StageRunner:
             ),
             dtype=self._dtype,
         )
-        # Only the rank that samples has one.
-        self._table: SamplingTable | None = None
-        if worker.rank == topology.sampler_rank:
-            self._table = SamplingTable(config.engine.max_num_seqs, model.vocab_size, "cpu")
+        self._is_sampler = worker.rank == topology.sampler_rank
         self._model: StageModel | None = None
+        self._last_stage: LastStage | None = None
         self._memory: DeviceMemory | None = None
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
@@ -87,9 +78,6 @@ class StageRunner:
         Raises:
             CheckpointError: names the tensor or the file.
         """
-        # A decaying state reaches subnormal numbers, which cost tens of cycles each; the flag
-        # belongs to the thread that computes.
-        torch.set_flush_denormal(True)
 
         def report(progress: LoadProgress) -> None:
             on_progress(progress.num_bytes, progress.total_bytes)
@@ -104,6 +92,12 @@ class StageRunner:
             seed=self._config.engine.seed,
             progress=report,
         )
+        if self._stage.is_last:
+            self._last_stage = LastStage(
+                self._model,
+                max_num_seqs=self._config.engine.max_num_seqs,
+                is_sampler=self._is_sampler,
+            )
 
     def memory_needs(self) -> MemoryNeeds:
         return memory_needs(self._config, self._stage, self._dtype)
@@ -135,50 +129,11 @@ class StageRunner:
         stream = model.forward(stream, step, self._memory.stage_memory, send_final)
         forward_seconds = time.perf_counter() - received
         rows = None
-        if self._stage.is_last:
-            rows = self._sample(plan, stream)
+        if self._last_stage is not None:
+            head_seconds = self._last_stage.head_seconds
+            rows = self._last_stage.run(plan, stream)
+            forward_seconds += self._last_stage.head_seconds - head_seconds
         return StepOutcome(rows, forward_seconds, wait_seconds=received - began)
 
     def finish(self) -> None:
         self._handoff.finish()
-
-    def _sample(self, plan: StepPlan, stream: ResidualStream) -> tuple[RowResult, ...] | None:
-        """Logits on every rank, since the head is split; tokens on rank 0 only."""
-        assert self._model is not None
-        table = self._table
-        if table is not None:
-            table.admit(plan.admissions)
-        tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        if plan.num_samples:
-            inputs = build_sample_inputs(plan)
-            logits_RV = self._model.logits(stream, inputs.token_index_R)
-            if table is not None:
-                sampled = sample(logits_RV, inputs.sampling_rows, inputs.positions, table)
-                table.append(inputs.sampling_rows, sampled.token_ids_R)
-                host = sampled.to_host()
-                tokens = dict(zip(inputs.segments, host.token_ids, strict=True))
-                logprobs = {
-                    index: entry
-                    for index, entry in zip(inputs.segments, host.logprobs, strict=True)
-                    if entry is not None
-                }
-        targets: dict[int, tuple[TokenLogprobs, ...]] = {}
-        for wanted in build_target_inputs(plan):
-            logits_PV = self._model.logits(stream, wanted.token_index_P)
-            if table is not None:
-                targets[wanted.segment] = tuple(
-                    prompt_logprobs(logits_PV, wanted.target_ids_P, wanted.num_top)
-                )
-        if table is None:
-            return None
-        return tuple(
-            RowResult(
-                request_id=segment.request_id,
-                epoch=segment.epoch,
-                token_ids=(tokens[index],) if index in tokens else (),
-                logprobs=(logprobs[index],) if index in logprobs else (),
-                prompt_logprobs=targets.get(index, ()),
-            )
-            for index, segment in enumerate(plan.segments)
-        )

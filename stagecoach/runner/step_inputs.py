@@ -16,6 +16,10 @@ from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.schedule.step_plan import Segment, StepPlan
 
 
+# Padded tokens x context that cost less than one more kernel call.
+_FREE_PADDING = 4096
+
+
 class SampleInputs(NamedTuple):
     """Which flat tokens the last stage turns into logits, by segment."""
 
@@ -42,22 +46,40 @@ def build_step_tensors(plan: StepPlan, block_size: int) -> StepTensors:
         dtype=np.int64,
         count=plan.num_tokens,
     )
-    groups: list[SegmentGroup | None] = []
-    cache_rows: list[np.ndarray] = []
-    for segments in (plan.segments[:num_windows], plan.segments[num_windows:]):
-        if segments:
-            group, rows_T = _build_group(segments, block_size)
-            groups.append(group)
-            cache_rows.append(rows_T)
-        else:
-            groups.append(None)
+    windows, chunks = (
+        [_build_group(alike, block_size) for alike in split_by_shape(segments)]
+        for segments in (plan.segments[:num_windows], plan.segments[num_windows:])
+    )
     return StepTensors(
         num_tokens=plan.num_tokens,
         token_ids_T=torch.from_numpy(token_ids),
-        cache_rows_T=torch.from_numpy(np.concatenate(cache_rows)),
-        windows=groups[0],
-        chunks=groups[1],
+        cache_rows_T=torch.from_numpy(np.concatenate([rows_T for _, rows_T in windows + chunks])),
+        windows=tuple(group for group, _ in windows),
+        chunks=tuple(group for group, _ in chunks),
     )
+
+
+def split_by_shape(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
+    """Runs of neighbours for which padding to the largest wastes little.
+
+    Attention costs tokens x context of every padded segment. A run ends where padding would
+    more than double that, unless the whole is too small to matter beside a kernel call. The
+    plan has segments in order of context, so that runs are long.
+    """
+    runs: list[tuple[Segment, ...]] = []
+    first = 0
+    real = width = 0
+    for index, segment in enumerate(segments):
+        real += segment.num_tokens * segment.end
+        width = max(width, segment.num_tokens)
+        padded = (index + 1 - first) * width * segment.end
+        if padded > 2 * real + _FREE_PADDING:
+            runs.append(segments[first:index])
+            first, width = index, segment.num_tokens
+            real = segment.num_tokens * segment.end
+    if segments:
+        runs.append(segments[first:])
+    return runs
 
 
 def build_sample_inputs(plan: StepPlan) -> SampleInputs:

@@ -16,10 +16,8 @@ class PlanDraft:
     def __init__(self, budget: int, eos_token_ids: frozenset[int]) -> None:
         self.budget = budget
         self._eos_token_ids = eos_token_ids
-        self._windows: list[Segment] = []
-        self._window_requests: list[Request] = []
-        self._chunks: list[Segment] = []
-        self._chunk_requests: list[Request] = []
+        self._windows: list[tuple[Segment, Request]] = []
+        self._chunks: list[tuple[Segment, Request]] = []
         self._admissions: list[SamplingEntry] = []
 
     @property
@@ -29,7 +27,7 @@ class PlanDraft:
     @property
     def requests(self) -> tuple[Request, ...]:
         """The request of each segment of the finished plan."""
-        return (*self._window_requests, *self._chunk_requests)
+        return tuple(request for _, request in self._ordered())
 
     def add_window(self, request: Request) -> None:
         """The newest token, which is the only one not forwarded yet."""
@@ -78,20 +76,22 @@ class PlanDraft:
         """
         return StepPlan(
             step=step,
-            segments=(*self._windows, *self._chunks),
+            segments=tuple(segment for segment, _ in self._ordered()),
             admissions=tuple(self._admissions),
             poison_pages=tuple(sorted(dirty_pages)),
             poison_slots=tuple(sorted(dirty_slots)),
         )
 
+    def _ordered(self) -> list[tuple[Segment, Request]]:
+        """Windows, then chunks, each by context: alike neighbours share a kernel call."""
+        return [
+            *sorted(self._windows, key=lambda item: item[0].end),
+            *sorted(self._chunks, key=lambda item: item[0].end),
+        ]
+
     def _add(self, segment: Segment, request: Request) -> None:
         # A chunk of one token is shaped like a window, and the plan sorts by shape.
-        if segment.is_window:
-            self._windows.append(segment)
-            self._window_requests.append(request)
-        else:
-            self._chunks.append(segment)
-            self._chunk_requests.append(request)
+        (self._windows if segment.is_window else self._chunks).append((segment, request))
         self.budget -= segment.num_tokens
         request.num_computed = segment.end
         request.num_plans_in_flight += 1

@@ -72,9 +72,7 @@ class Part:
     is_window: bool = field(default=False)
 
 
-def segment_group(parts: list[Part]) -> SegmentGroup | None:
-    if not parts:
-        return None
+def segment_group(parts: list[Part]) -> SegmentGroup:
     lengths = [len(part.token_ids) for part in parts]
     width, num_tokens = max(lengths), sum(lengths)
     ends = [part.row.num_computed + length for part, length in zip(parts, lengths, strict=True)]
@@ -112,8 +110,8 @@ def cache_row(row: Row, position: int) -> int:
     return row.page_ids[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
 
-def step_tensors(parts: list[Part]) -> StepTensors:
-    """Windows first, then chunks, as in a step plan."""
+def step_tensors(parts: list[Part], most_in_group: int = 8) -> StepTensors:
+    """Windows first, then chunks, as in a step plan, in groups of so many segments."""
     windows = [part for part in parts if part.is_window]
     chunks = [part for part in parts if not part.is_window]
     ordered = windows + chunks
@@ -127,9 +125,13 @@ def step_tensors(parts: list[Part]) -> StepTensors:
         num_tokens=len(token_ids),
         token_ids_T=torch.tensor(token_ids),
         cache_rows_T=torch.tensor(cache_rows),
-        windows=segment_group(windows),
-        chunks=segment_group(chunks),
+        windows=segment_groups(windows, most_in_group),
+        chunks=segment_groups(chunks, most_in_group),
     )
+
+
+def segment_groups(parts: list[Part], most: int) -> tuple[SegmentGroup, ...]:
+    return tuple(segment_group(parts[start : start + most]) for start in range(0, len(parts), most))
 
 
 class Grid:
@@ -172,9 +174,9 @@ class Grid:
         # Out of order, so that a position is never its own cache row.
         return Row(self._next_slot - 1, pages[::-1])
 
-    def step(self, parts: list[Part]) -> Tensor:
+    def step(self, parts: list[Part], most_in_group: int = 8) -> Tensor:
         """Run one step; logits [T, vocab] of every token, windows' tokens first."""
-        step = step_tensors(parts)
+        step = step_tensors(parts, most_in_group)
         streams: list[tuple[Tensor, Tensor]] | None = None
         for models, memories in zip(self.models, self.memories, strict=True):
             streams = run_ranks(

@@ -83,17 +83,17 @@ def test_a_column_then_a_row_split(tp_size: int) -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_embedding", [True, False], ids=["embedding", "head"])
 @pytest.mark.parametrize("vocab_size", [8, 9, 11, 5])
-def test_embedding_and_head(tp_size: int, vocab_size: int) -> None:
+def test_embedding_and_head(tp_size: int, vocab_size: int, *, is_embedding: bool) -> None:
     whole = {"e.weight": random(vocab_size, 6)}
     token_ids = torch.arange(vocab_size).flip(0)
 
     def build(scope: WeightScope, tp: TensorParallel) -> Callable[[TensorParallel], Any]:
-        shard = VocabShard(scope, "e", vocab_size, 6)
+        shard = VocabShard(scope, "e", (vocab_size, 6), is_embedding=is_embedding)
         embedding, head = VocabEmbedding(shard, tp), VocabHead(shard, tp)
 
         def run(_: TensorParallel) -> tuple[Tensor, Tensor]:
-            shard.prepare()
             rows = embedding(token_ids)
             return rows, head(rows)
 

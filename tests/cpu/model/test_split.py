@@ -122,6 +122,19 @@ def test_any_cut_of_a_prompt_gives_the_same_logits(k3_folder: Path, sizes: list[
     torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("most_in_group", [1, 2])
+def test_how_segments_are_grouped_makes_no_difference(k3_folder: Path, most_in_group: int) -> None:
+    def run(most: int) -> Tensor:
+        grid = Grid(k3_folder, torch.float64)
+        rows = [grid.row(16) for _ in range(5)]
+        starts = [Part(row, TOKEN_IDS[: 3 + 2 * place]) for place, row in enumerate(rows[:3])]
+        windows = [Part(row, [5] * (1 + row.slot), is_window=True) for row in rows[:3]]
+        chunks = [Part(rows[3], TOKEN_IDS[:9]), Part(rows[4], TOKEN_IDS[:2])]
+        return torch.cat([grid.step(starts, most), grid.step(windows + chunks, most)])
+
+    torch.testing.assert_close(run(most_in_group), run(8), rtol=0, atol=1e-9)
+
+
 class CountingRank(SingleRank):
     """Two ranks by name; counts the meetings."""
 

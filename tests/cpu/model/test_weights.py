@@ -357,8 +357,9 @@ def test_an_index_and_a_shard_that_disagree(folder: Path) -> None:
         load(folder)
 
 
-def test_an_unreadable_index(folder: Path) -> None:
-    (folder / INDEX_NAME).write_text("{}")
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_an_unreadable_index(folder: Path, text: str) -> None:
+    (folder / INDEX_NAME).write_text(text)
     with pytest.raises(CheckpointError, match=rf"{INDEX_NAME}: no readable weight_map"):
         load(folder)
 

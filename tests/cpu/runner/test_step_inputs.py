@@ -68,13 +68,18 @@ def cache_row(segment: Segment, position: int, block_size: int) -> int:
     return segment.page_ids[position // block_size] * block_size + position % block_size
 
 
-def groups_of(case: Case) -> list[tuple[SegmentGroup | None, list[Segment]]]:
+def groups_of(case: Case) -> list[tuple[SegmentGroup, list[Segment]]]:
+    """Each group with its segments; the groups share out the plan's segments in order."""
     step = build_step_tensors(case.plan, case.block_size)
-    segments = case.plan.segments
-    return [
-        (step.windows, [segment for segment in segments if segment.is_window]),
-        (step.chunks, [segment for segment in segments if not segment.is_window]),
-    ]
+    left = list(case.plan.segments)
+    groups = []
+    for span in step.spans():
+        num_segments = len(span.group.lengths_B)
+        segments, left = left[:num_segments], left[num_segments:]
+        assert all(segment.is_window == span.is_window for segment in segments)
+        groups.append((span.group, segments))
+    assert not left
+    return groups
 
 
 @settings(deadline=None)
@@ -194,14 +199,11 @@ def test_stages_that_decode_the_same_plan_index_with_equal_tensors(case: Case) -
     first, second = (
         build_step_tensors(StepPlan.decode(encoded), case.block_size) for _ in range(2)
     )
-    for ours, theirs in (
-        (first, second),
-        (first.windows, second.windows),
-        (first.chunks, second.chunks),
+    for ours, theirs in zip(
+        (first, *first.windows, *first.chunks),
+        (second, *second.windows, *second.chunks),
+        strict=True,
     ):
-        assert (ours is None) == (theirs is None)
-        if ours is None or theirs is None:
-            continue
         for one, other in zip(tensors(ours), tensors(theirs), strict=True):
             assert torch.equal(one, other)
             assert one.dtype == other.dtype

@@ -50,9 +50,11 @@ def test_a_request_in_flight_is_no_victim() -> None:
     old = harness.add(prompt(15), params)
     young = harness.add(prompt(2), params)
     decode_until_ready(harness, [old, young])
-    assert [spans(harness.launch()), spans(harness.launch())] == [[(100, 15, 16)], [(101, 2, 3)]]
-    harness.commit()
+    assert [spans(harness.launch()), spans(harness.launch())] == [[(101, 2, 3)], [(100, 15, 16)]]
     assert harness.scheduler.num_free_pages == 0
+    harness.commit()
+    harness.commit()
+    assert spans(harness.launch()) == [(101, 3, 4)]
     assert harness.launch() is None, "the next page of the older one is the younger one's"
     harness.commit()
     assert spans(harness.launch()) == [(100, 16, 17)]

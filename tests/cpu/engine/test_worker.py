@@ -1,0 +1,174 @@
+"""A worker's life at the end of a scripted port: load, allocate, plans in order, end."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagecoach.cache.memory_plan import MemoryPlan
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine import messages
+from stagecoach.engine.messages import (
+    Allocate,
+    FromWorker,
+    LoadProgress,
+    PlanDone,
+    RunPlan,
+    Shutdown,
+    StepEcho,
+    ToWorker,
+    WorkerAllocated,
+    WorkerReady,
+)
+from stagecoach.engine.worker import Worker
+from stagecoach.errors import CheckpointError
+from stagecoach.pipeline.stage import make_stages
+from stagecoach.pipeline.thread_links import ThreadMesh
+from stagecoach.pipeline.topology import Topology
+from stagecoach.request import SamplingParams
+from stagecoach.runner.device_memory import memory_needs
+from stagecoach.runner.stage_runner import DTYPES
+from stagecoach.schedule.step_plan import (
+    SamplingEntry,
+    Segment,
+    StepPlan,
+    pack_page_table,
+    plan_digest,
+)
+from tests.cpu.engine.fakes import in_threads, resolved
+
+pytestmark = pytest.mark.cpu
+
+ALLOCATE = Allocate(memory=MemoryPlan(num_pages=6, num_slots=5))
+
+
+@dataclass
+class ScriptedWorkerPort:
+    """Hands out its messages in order; the script must end with a Shutdown."""
+
+    script: deque[ToWorker]
+    sent: list[FromWorker] = field(default_factory=list)
+
+    def receive(self) -> ToWorker:
+        return messages.decode_to_worker(messages.encode(self.script.popleft()))
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(messages.decode_from_worker(messages.encode(message)))
+
+    def close(self) -> None: ...
+
+
+def plan(step: int, start: int = 0, length: int = 3, samples: bool = False) -> StepPlan:
+    """The next tokens of one request, whose sampling row 2 is filled by the first sample."""
+    segment = Segment(
+        request_id=7,
+        epoch=1,
+        start=start,
+        token_ids=tuple(range(start + 1, start + length + 1)),
+        read_slot=3 if start else 0,
+        write_slot=3,
+        page_table=pack_page_table([4, 2]),
+        sampling_row=2 if samples else None,
+    )
+    entry = SamplingEntry(
+        row=2,
+        request_id=7,
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+        stop_token_ids=(),
+        num_prompt_tokens=start + length,
+    )
+    return StepPlan(step=step, segments=(segment,), admissions=(entry,) if samples else ())
+
+
+def serve(config: ResolvedConfig, script: Sequence[ToWorker]) -> list[list[FromWorker]]:
+    """What each worker of the grid says when all of them get that script."""
+    topology = Topology(
+        num_stages=config.engine.pipeline_parallel_size,
+        tp_size=config.engine.tensor_parallel_size,
+    )
+    mesh = ThreadMesh(topology)
+    ports = [ScriptedWorkerPort(deque(script)) for _ in topology.workers]
+    workers = [
+        Worker(config, worker, mesh.links(worker), ports[worker.rank])
+        for worker in topology.workers
+    ]
+    in_threads([worker.run for worker in workers])
+    assert all(not port.script for port in ports)
+    return [port.sent for port in ports]
+
+
+def dummy(**options: Any) -> ResolvedConfig:
+    """Random weights: nothing is read."""
+    return resolved(load_format="dummy", **options)
+
+
+def run_plan(step_plan: StepPlan) -> RunPlan:
+    return RunPlan(encoded_plan=step_plan.encode())
+
+
+def test_a_worker_loads_allocates_runs_plans_and_ends() -> None:
+    config = dummy()
+    plans = [plan(0), plan(1, start=3, length=2, samples=True)]
+    [sent] = serve(config, [ALLOCATE, *map(run_plan, plans), Shutdown()])
+    progress = [message for message in sent if isinstance(message, LoadProgress)]
+    assert progress == sent[: len(progress)] and progress
+    assert progress[-1].done_bytes == progress[-1].total_bytes > 0
+    ready, allocated, *done = sent[len(progress) :]
+    assert isinstance(ready, WorkerReady) and ready.worker == "worker[0,0]"
+    [stage] = make_stages(config.partition)
+    needs = memory_needs(config, stage, DTYPES[config.dtype])
+    assert ready.needs.bytes_per_page == needs.bytes_per_page
+    assert ready.needs.bytes_per_slot == needs.bytes_per_slot
+    assert allocated == WorkerAllocated(worker="worker[0,0]")
+    for message, step_plan in zip(done, plans, strict=True):
+        assert isinstance(message, PlanDone)
+        result = message.result
+        assert (result.step, result.digest) == (step_plan.step, step_plan.digest())
+        [row] = result.rows
+        assert (row.request_id, row.epoch) == (7, 1)
+        assert len(row.token_ids) == step_plan.num_samples
+        assert result.step_seconds >= result.busy_seconds >= result.forward_seconds > 0
+
+
+def test_workers_that_do_not_sample_echo_the_digest_of_what_they_ran() -> None:
+    config = dummy(pipeline_parallel_size=2, tensor_parallel_size=2)
+    plans = [plan(0), plan(1, start=3, length=1, samples=True)]
+    said = serve(config, [ALLOCATE, *map(run_plan, plans), Shutdown()])
+    for rank, sent in enumerate(said):
+        answers = [message for message in sent if isinstance(message, StepEcho | PlanDone)]
+        if rank == 2:
+            assert [type(answer) for answer in answers] == [PlanDone, PlanDone]
+            continue
+        for answer, step_plan in zip(answers, plans, strict=True):
+            assert isinstance(answer, StepEcho)
+            assert answer.worker == Topology(num_stages=2, tp_size=2).worker(rank).name
+            assert answer.step == step_plan.step
+            assert answer.digest == plan_digest(step_plan.encode())
+            assert answer.busy_seconds > 0
+
+
+@pytest.mark.parametrize("steps", [(1,), (0, 2), (0, 0)])
+def test_a_plan_out_of_order_is_our_mistake_and_names_the_step(steps: tuple[int, ...]) -> None:
+    script = [ALLOCATE, *(run_plan(plan(step)) for step in steps), Shutdown()]
+    expected = len(steps) - 1
+    with pytest.raises(AssertionError, match=rf"expected step {expected}:\nstep {steps[-1]}:"):
+        serve(dummy(), script)
+
+
+def test_a_plan_before_the_memory_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="load and allocate first"):
+        serve(dummy(), [run_plan(plan(0)), Shutdown()])
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_the_worker_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        serve(resolved(checkpoint=tmp_path), [Shutdown()])
+
+
+def test_a_shutdown_after_the_load_ends_the_worker() -> None:
+    [sent] = serve(dummy(), [Shutdown()])
+    assert isinstance(sent[-1], WorkerReady)

@@ -1,0 +1,394 @@
+"""LLM on an engine in this process: batches, streams, aborts, threads, bad input."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagecoach import LLM, SamplingParams
+from stagecoach.errors import CheckpointError, EngineDeadError, RequestError
+from stagecoach.request import MAX_SEED
+from tests.small_engine import (
+    EOS,
+    MAX_MODEL_LEN,
+    ONLY_LETTERS,
+    assert_idle,
+    thread_engine,
+    token_ids,
+    write_small_model,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["hello", [7, 8, 9], "a longer prompt that needs more than one chunk", [EOS], "hello"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LLM]:
+    with thread_engine(folder) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    yield engine
+    assert_idle(engine)
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert token_ids(together) == token_ids(alone)
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        assert output.prompt == (prompt if isinstance(prompt, str) else None)
+        expected = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        assert output.prompt_token_ids == expected
+    assert together[0].outputs[0].token_ids == together[4].outputs[0].token_ids
+
+
+def test_prompts_may_be_one_or_many_of_any_iterable(llm: LLM) -> None:
+    expected = token_ids(llm.generate([[5, 6], [7]], GREEDY))
+    assert token_ids(llm.generate(([5, 6], [7]), GREEDY)) == expected
+    assert token_ids(llm.generate((prompt for prompt in [[5, 6], [7]]), GREEDY)) == expected
+    assert token_ids(llm.generate([5, 6], GREEDY)) == expected[:1]
+    assert token_ids(llm.generate((5, 6), GREEDY)) == expected[:1]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3)]
+    outputs = llm.generate(["abc"] * 3, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
+    assert outputs[1].outputs[0].token_ids[:3] == outputs[2].outputs[0].token_ids
+
+
+def test_more_prompts_than_the_engine_can_run_at_once(llm: LLM) -> None:
+    prompts = [[number, number + 1] for number in range(25)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert token_ids(outputs[20:21]) == token_ids(llm.generate(prompts[20], GREEDY))
+
+
+def test_numbers_agree_with_the_tokens(llm: LLM) -> None:
+    before = llm.stats()
+    outputs = llm.generate(PROMPTS, GREEDY)
+    after = llm.stats()
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    assert after.num_prompt_tokens - before.num_prompt_tokens == num_prompt
+    assert after.num_generated_tokens - before.num_generated_tokens == len(PROMPTS) * 12
+    for output in outputs:
+        timings = output.timings
+        # A step a chunk of 24 tokens at most, or of what a plan had left, then one a token.
+        assert timings.num_steps >= 11 + math.ceil(len(output.prompt_token_ids) / 24)
+        assert timings.first_token_seconds is not None
+        assert 0 < timings.first_token_seconds <= timings.total_seconds
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].logprobs is None and output.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("max_tokens", [100, MAX_MODEL_LEN, None])
+def test_an_output_ends_at_the_length_of_the_model(llm: LLM, max_tokens: int | None) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    [output] = llm.generate([3] * (MAX_MODEL_LEN - 8), params)
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_the_longest_prompt_has_room_for_one_token(llm: LLM) -> None:
+    [output] = llm.generate([3] * (MAX_MODEL_LEN - 1), GREEDY)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_stream_grows_and_ends_as_generate_does(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=20, n=2, logit_bias=ONLY_LETTERS, logprobs=1
+    )
+    texts, counts = ["", ""], [0, 0]
+    num_news = 0
+    for output in llm.stream("stream me", params):
+        num_news += 1
+        for index, completion in enumerate(output.outputs):
+            assert completion.text.startswith(texts[index])
+            assert len(completion.token_ids) >= counts[index]
+            assert completion.logprobs is not None
+            assert len(completion.logprobs) == len(completion.token_ids)
+            texts[index], counts[index] = completion.text, len(completion.token_ids)
+    assert num_news == 40
+    [expected] = llm.generate("stream me", params)
+    assert output.outputs == expected.outputs
+    assert output.is_finished
+
+
+def test_an_asynchronous_stream_ends_as_generate_does(llm: LLM) -> None:
+    async def collect(prompt: Any) -> list[int]:
+        texts = [""]
+        async for output in llm.generate_async(prompt, GREEDY):
+            assert output.outputs[0].text.startswith(texts[-1])
+            texts.append(output.outputs[0].text)
+        return output.outputs[0].token_ids
+
+    async def collect_all() -> list[list[int]]:
+        return await asyncio.gather(*(collect(prompt) for prompt in PROMPTS))
+
+    expected = [[tokens] for tokens in asyncio.run(collect_all())]
+    assert expected == token_ids(llm.generate(PROMPTS, GREEDY))
+
+
+def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, n=3)
+    before = llm.stats().num_generated_tokens
+    for _ in llm.stream("leave me", params):
+        break
+    assert_idle(llm)
+    assert llm.stats().num_generated_tokens - before < 100
+
+
+def test_leaving_an_asynchronous_stream_ends_its_request(llm: LLM) -> None:
+    async def leave(num_news: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        stream = llm.generate_async("leave me", params)
+        for _ in range(num_news):
+            await anext(stream)
+        await stream.aclose()
+
+    async def leave_all() -> None:
+        await asyncio.gather(*(leave(number) for number in range(8)))
+
+    asyncio.run(leave_all())
+    assert_idle(llm)
+
+
+def test_a_cancelled_task_ends_its_request(llm: LLM) -> None:
+    async def cancel() -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        has_begun = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in llm.generate_async("cancel me", params):
+                has_begun.set()
+
+        task = asyncio.create_task(consume())
+        await has_begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert_idle(llm)
+
+
+def test_an_event_loop_that_was_closed_early_does_not_stop_the_engine(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    loop = asyncio.new_event_loop()
+    stream = llm.generate_async("left alone", params)
+    loop.run_until_complete(anext(stream))
+    # What the loop would do at its orderly end is just what must not be needed.
+    loop.close()
+    assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 12
+    other = asyncio.new_event_loop()
+    other.run_until_complete(stream.aclose())
+    other.close()
+
+
+def test_a_storm_of_aborts_leaves_nothing(llm: LLM) -> None:
+    expected = token_ids(llm.generate("calm", GREEDY))
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, n=2)
+
+    def storm(number: int) -> int:
+        seen = 0
+        stream = llm.stream([number] * (1 + 9 * (number % 9)), params)
+        for _ in itertools.islice(stream, number % 4):
+            seen += 1
+        stream.close()
+        return seen
+
+    with ThreadPoolExecutor(8) as pool:
+        seen = list(pool.map(storm, range(40)))
+    assert seen == [number % 4 for number in range(40)]
+    assert_idle(llm)
+    assert token_ids(llm.generate("calm", GREEDY)) == expected
+
+
+def test_several_threads_generate_at_once(llm: LLM) -> None:
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=10) for seed in range(12)]
+    alone = [llm.generate("together", item)[0].outputs[0] for item in params]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda item: llm.generate("together", item)[0], params))
+    assert [output.outputs[0] for output in together] == alone
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "at least one token"),
+    ([[]], "at least one token"),
+    ([1] * MAX_MODEL_LEN, f"has {MAX_MODEL_LEN} tokens; at most {MAX_MODEL_LEN - 1} fit"),
+    ([1, 512], "token id 512 is not in 0..511"),
+    ([-1], "token id -1 is not in"),
+    ([[1.5]], "must be text or a list of token ids"),
+    ([["x"]], "must be text or a list of token ids"),
+    ([None], "must be text or a list of token ids"),
+    ({"prompt": "hello"}, "must be text or a list of token ids"),
+    ([{"prompt": "hello"}], "must be text or a list of token ids"),
+    (b"hello", "must be text or a list of token ids"),
+    (5, "must be text or a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "text"), BAD_PROMPTS)
+def test_a_bad_prompt_is_refused(llm: LLM, prompt: Any, text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompt, GREEDY)
+    assert caught.value.field == "prompt"
+    assert text in str(caught.value)
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 10**9}, "max_tokens", f"at most {MAX_MODEL_LEN}"),
+    ({"max_tokens": 2.5}, "max_tokens", "float"),
+    ({"temperature": math.nan}, "temperature", "nan"),
+    ({"temperature": math.inf}, "temperature", "inf"),
+    ({"temperature": -0.1}, "temperature", "[0, 100]"),
+    ({"temperature": "hot"}, "temperature", "str"),
+    ({"top_p": 0.0}, "top_p", "(0, 1]"),
+    ({"top_p": 1.01}, "top_p", "(0, 1]"),
+    ({"top_p": math.nan}, "top_p", "nan"),
+    ({"top_k": -2}, "top_k", "at least -1"),
+    ({"min_p": 1.5}, "min_p", "[0, 1]"),
+    ({"presence_penalty": 3.0}, "presence_penalty", "[-2, 2]"),
+    ({"frequency_penalty": -3.0}, "frequency_penalty", "[-2, 2]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "(0, 100]"),
+    ({"n": 0}, "n", "at least 1"),
+    ({"n": 10**6}, "n", "at most 128"),
+    ({"min_tokens": 99}, "min_tokens", "at most 16"),
+    ({"seed": -1}, "seed", "at least 0"),
+    ({"seed": MAX_SEED, "n": 2}, "seed", "seed + n - 1"),
+    ({"seed": 2**64}, "seed", "ints"),
+    ({"logprobs": 21}, "logprobs", "at most 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
+    ({"stop_token_ids": (512,)}, "stop_token_ids", "token id 512 is not in 0..511"),
+    ({"stop_token_ids": (-1,)}, "stop_token_ids", "token id -1"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "int"),
+    ({"stop": ("",)}, "stop", "must not be empty"),
+    ({"stop": "\n"}, "stop", "str"),
+    ({"stop": (1,)}, "stop", "int"),
+    ({"stop": None}, "stop", "None"),
+    ({"logit_bias": {600: 1.0}}, "logit_bias", "token id 600"),
+    ({"logit_bias": {5: math.nan}}, "logit_bias", "nan"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias", "[-100, 100]"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias", "str"),
+    ({"ignore_eos": "yes"}, "ignore_eos", "str"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens", "int"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "text"), BAD_PARAMS)
+def test_a_bad_parameter_is_refused(
+    llm: LLM, fields: dict[str, Any], field: str, text: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate("hello", SamplingParams(**fields))
+    assert caught.value.field == field
+    assert text in caught.value.reason
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_a_refused_request_of_a_batch_stops_the_whole_call_before_it_starts(llm: LLM) -> None:
+    before = llm.stats()
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    bad = SamplingParams(temperature=-1.0)
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["a", "b", "c"], [long, long, bad])
+    assert caught.value.field == "temperature"
+    assert "prompt 2 of 0..2" in str(caught.value)
+    assert_idle(llm)
+    assert llm.stats().num_prompt_tokens == before.num_prompt_tokens
+
+
+def test_parameters_must_be_one_or_as_many_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 given for 3 prompts") as caught:
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    assert caught.value.field == "sampling_params"
+
+
+def test_a_bad_prompt_of_a_stream_is_refused_at_its_first_step(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt: "):
+        next(llm.stream(""))
+
+
+def test_a_conversation_that_cannot_be_written_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="unknown role 'robot'") as caught:
+        llm.chat([{"role": "robot", "content": "beep"}])
+    assert caught.value.field == "messages"
+
+
+def test_a_chat_is_a_generate_of_its_rendering(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    output = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == llm.render_chat(messages)
+    assert token_ids([output]) == token_ids(llm.generate(llm.render_chat(messages), GREEDY))
+
+
+def test_what_does_not_fit_the_pages_is_refused_and_stops_the_call(folder: Path) -> None:
+    # 8 pages of 8 tokens: less than the 512 tokens that the model allows.
+    with thread_engine(folder, max_model_len=None, num_gpu_blocks_override=9) as llm:
+        running = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+        with pytest.raises(RequestError) as caught:
+            llm.generate([[1] * 10, [1] * 65], running)
+        assert caught.value.field == "prompt"
+        assert "65 tokens; all 8 pages of 8 tokens hold 64" in str(caught.value)
+        assert_idle(llm)
+        with pytest.raises(RequestError, match="leaves room for 25") as caught:
+            llm.generate([1] * 40, running)
+        assert caught.value.field == "max_tokens"
+        # What fits exactly is served to its end, and pages are taken from others for it.
+        outputs = llm.generate([[1] * 15] * 4, running)
+        assert {len(output.outputs[0].token_ids) for output in outputs} == {50}
+        assert llm.stats().num_preemptions > 0
+        assert_idle(llm)
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    llm = thread_engine(folder)
+    llm.generate("hello", GREEDY)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate("hello", GREEDY), llm.stats):
+        with pytest.raises(EngineDeadError, match="closed"):
+            call()
+
+
+def test_closing_ends_the_requests_that_wait(folder: Path) -> None:
+    llm = thread_engine(folder)
+    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        list(stream)
+
+
+def test_two_engines_in_one_process(llm: LLM, folder: Path) -> None:
+    expected = token_ids(llm.generate(PROMPTS, GREEDY))
+    with thread_engine(folder, pipeline_parallel_size=2) as other:
+        assert token_ids(other.generate(PROMPTS, GREEDY)) == expected
+        assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_small_model(tmp_path / "model")
+    (folder / "tiktoken.model").unlink()
+    with pytest.raises(CheckpointError, match=r"no usable tokenizer: .*holds neither"):
+        thread_engine(folder)
+    (folder / "tiktoken.model").write_text("not a vocabulary\n")
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model, line 1"):
+        thread_engine(folder)
