@@ -74,9 +74,7 @@ class Ours:
         forward = after.forward_seconds - before.forward_seconds
         busy = [
             late - early
-            for late, early in zip(
-                after.stage_busy_seconds, before.stage_busy_seconds, strict=True
-            )
+            for late, early in zip(after.stage_busy_seconds, before.stage_busy_seconds, strict=True)
         ]
         return StepShares(
             outside_forward=1.0 - forward / elapsed,

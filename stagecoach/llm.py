@@ -109,7 +109,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         **format_options: Any,
     ) -> RequestOutput:
@@ -117,7 +117,7 @@ class LLM:
         prompt = self.render_chat(messages, **format_options)
         return self.generate(prompt, sampling_params, use_tqdm=False)[0]
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **format_options: Any) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **format_options: Any) -> list[int]:
         """Prompt token ids of a conversation.
 
         Raises:

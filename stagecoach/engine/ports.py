@@ -77,7 +77,7 @@ class ZmqLoopPort:
             self._poller.register(socket, zmq.POLLIN)
 
     def wait(self, timeout_seconds: float | None) -> None:
-        self._poller.poll(None if timeout_seconds is None else timeout_seconds * 1000)
+        self._poller.poll(None if timeout_seconds is None else round(timeout_seconds * 1000))
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         received = []

@@ -15,7 +15,6 @@ from torch import Tensor
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.schedule.step_plan import Segment, StepPlan
 
-
 # Padded tokens x context that cost less than one more kernel call.
 _FREE_PADDING = 4096
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tests.cpu.engine.schedules import Answer, Ask, run_alone
 
 from stagecoach.model import tiny
 from stagecoach.request import SamplingParams
+from tests.cpu.engine.schedules import Answer, Ask, run_alone
 
 # Six layers: both attentions at both ends of stages, and a bank that grows at layers 0, 2, 4.
 SHAPE = tiny.TinyShape(
@@ -79,4 +79,3 @@ def expected(checkpoint: Path, asks: list[Ask]) -> list[Answer]:
 @pytest.fixture(scope="session")
 def linear_expected(linear_checkpoint: Path, asks: list[Ask]) -> list[Answer]:
     return run_alone(linear_checkpoint, asks)
-

@@ -256,37 +256,23 @@ def test_several_clients_are_told_apart(zmq_folder: Path) -> None:
         loop.close()
 
 
-def test_the_loops_last_words_reach_everybody(zmq_folder: Path) -> None:
-    loop = ZmqLoopPort(zmq_folder, 1)
-    client, worker = ZmqClientPort(zmq_folder, 0), ZmqWorkerPort(zmq_folder, 0)
-    try:
-        worker.send(WorkerAllocated(worker="0"))
-        from_workers(loop, 1)
-        from_clients(loop, 1)
-        failed = EngineFailed(kind="EngineDeadError", reason="x" * (1 << 20))
-        loop.send_client(0, failed)
-        loop.send_workers(Shutdown())
-        loop.close()
-        assert at_client(client) == failed
-        assert in_threads([worker.receive]) == [Shutdown()]
-    finally:
-        client.close()
-        worker.close()
+def test_the_loops_last_words_reach_everybody(carrier: Carrier) -> None:
+    failed = EngineFailed(kind="EngineDeadError", reason="x" * (1 << 20))
+    carrier.loop.send_client(0, failed)
+    carrier.loop.send_workers(Shutdown())
+    carrier.loop.close()
+    assert at_client(carrier.client) == failed
+    assert in_threads([port.receive for port in carrier.workers]) == [Shutdown()] * NUM_WORKERS
 
 
-def test_the_last_words_of_a_worker_and_a_client_reach_the_loop(zmq_folder: Path) -> None:
-    loop = ZmqLoopPort(zmq_folder, 1)
-    client, worker = ZmqClientPort(zmq_folder, 0), ZmqWorkerPort(zmq_folder, 0)
-    try:
-        failed = WorkerFailed(worker="0", kind="RuntimeError", reason="x" * (1 << 20))
-        worker.send(failed)
-        worker.close()
-        client.send(Shutdown())
-        client.close()
-        assert from_workers(loop, 1) == [(0, failed)]
-        assert set(from_clients(loop, 2)) == {(0, Hello()), (0, Shutdown())}
-    finally:
-        loop.close()
+def test_the_last_words_of_a_worker_and_a_client_reach_the_loop(carrier: Carrier) -> None:
+    failed = WorkerFailed(worker="1", kind="RuntimeError", reason="x" * (1 << 20))
+    carrier.workers[1].send(failed)
+    carrier.workers[1].close()
+    carrier.client.send(Shutdown())
+    carrier.client.close()
+    assert from_workers(carrier.loop, 1) == [(1, failed)]
+    assert from_clients(carrier.loop, 1) == [(0, Shutdown())]
 
 
 def test_ports_close_though_nobody_ever_listened(zmq_folder: Path) -> None:

@@ -6,6 +6,7 @@ Every engine here runs with NaN in all free pages and slots.
 from pathlib import Path
 
 import pytest
+
 from stagecoach.request import SamplingParams
 from tests.cpu.engine.schedules import (
     BLOCK_SIZE,

@@ -128,7 +128,7 @@ def across(
         lambda worker=worker: (send if worker.stage == 0 else receive)(worker)
         for worker in topology.workers
     ]
-    return in_threads(calls)[tp_size:]
+    return in_threads(calls, timeout_seconds=10)[tp_size:]
 
 
 def assert_arrived(

@@ -199,14 +199,30 @@ class Recorder:
     def __init__(self, transport: Transport, transfers: list["Transfer"]) -> None:
         self._transport = transport
         self._transfers = transfers
+        self.num_unfinished = 0
+        self.most_unfinished = 0
 
     def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
         self._transfers.append(Transfer("send", to_rank, tag, tensor, tensor.clone()))
-        return self._transport.send(tensor, to_rank, tag)
+        self.num_unfinished += 1
+        self.most_unfinished = max(self.most_unfinished, self.num_unfinished)
+        return Sending(self, self._transport.send(tensor, to_rank, tag))
 
     def receive(self, into: Tensor, from_rank: int, tag: int) -> Handle:
         self._transfers.append(Transfer("receive", from_rank, tag, into, None))
         return self._transport.receive(into, from_rank, tag)
+
+
+@dataclass
+class Sending:
+    """A send that counts as unfinished until somebody waited for it."""
+
+    recorder: Recorder
+    handle: Handle
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.recorder.num_unfinished -= 1
 
 
 class Transfer(NamedTuple):
@@ -218,10 +234,11 @@ class Transfer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """By rank: what each step returned, and what crossed the boundaries."""
+    """By rank: what each step returned, what crossed the boundaries, and how it was kept."""
 
     outcomes: list[list[StepOutcome]]
     transfers: list[list[Transfer]]
+    most_unfinished: list[int]  # sends at once that nobody had waited for
 
     @property
     def rows(self) -> list[tuple[RowResult, ...]]:
@@ -242,6 +259,7 @@ def run_grid(config: ResolvedConfig, plans: Sequence[StepPlan]) -> Run:
     )
     mesh = ThreadMesh(topology)
     transfers: list[list[Transfer]] = [[] for _ in topology.workers]
+    most_unfinished = [0] * topology.num_workers
 
     def work(worker: WorkerId) -> list[StepOutcome]:
         torch.set_num_threads(1)
@@ -253,13 +271,15 @@ def run_grid(config: ResolvedConfig, plans: Sequence[StepPlan]) -> Run:
             runner.allocate(MEMORY)
             outcomes = [runner.run(StepPlan.decode(plan.encode())) for plan in plans]
             runner.finish()
+            assert recorder.num_unfinished == 0
+            most_unfinished[worker.rank] = recorder.most_unfinished
         except BaseException:
             mesh.close()
             raise
         return outcomes
 
     outcomes = in_threads([lambda worker=worker: work(worker) for worker in topology.workers])
-    return Run(outcomes, transfers)
+    return Run(outcomes, transfers, most_unfinished)
 
 
 def logprob_table(entry: TokenLogprobs) -> Tensor:
@@ -345,6 +365,14 @@ def test_a_chain_of_stages_gives_what_one_stage_gives(
         for transfer in transfers:
             if transfer.copy is not None:
                 assert torch.equal(transfer.tensor, transfer.copy)
+
+
+def test_a_stage_keeps_the_sends_of_as_many_steps_as_there_are_stages(
+    checkpoints: dict[str, Path],
+) -> None:
+    run = run_grid(config_of(checkpoints["kimi_k3"], (2, 2, 2)), mixed_plans())
+    num_fields, num_stages = 2, 3
+    assert run.most_unfinished == [num_fields * num_stages] * 2 + [0]
 
 
 def test_only_the_last_stages_first_rank_has_rows(

@@ -1,6 +1,8 @@
 """A plan as tensors, against a plain loop over segments and tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from stagecoach.runner.step_inputs import (
     build_sample_inputs,
     build_step_tensors,
     build_target_inputs,
+    split_by_shape,
 )
 from stagecoach.schedule.step_plan import Segment, StepPlan, pack_page_table
 
 pytestmark = pytest.mark.cpu
+
+FREE_PADDING = 4096  # work that costs less than one more kernel call
 
 
 @dataclass
@@ -103,9 +108,6 @@ def test_the_flat_axis_holds_every_token_with_the_cache_row_of_its_position(case
 @given(cases())
 def test_a_group_holds_its_segments_numbers_and_contexts(case: Case) -> None:
     for group, segments in groups_of(case):
-        assert (group is None) == (not segments)
-        if group is None:
-            continue
         assert group.num_tokens == sum(segment.num_tokens for segment in segments)
         assert group.max_length == max(segment.num_tokens for segment in segments)
         assert group.lengths_B.tolist() == [segment.num_tokens for segment in segments]
@@ -126,12 +128,54 @@ def test_a_group_holds_its_segments_numbers_and_contexts(case: Case) -> None:
             assert tensor.dtype == (torch.bool if tensor is group.is_real_BW else torch.int64)
 
 
+def chunk(index: int, start: int, length: int) -> Segment:
+    return Segment(
+        request_id=index,
+        epoch=0,
+        start=start,
+        token_ids=(1,) * length,
+        read_slot=50 + index if start else 0,
+        write_slot=1 + index,
+        page_table=pack_page_table([1]),
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 120)), min_size=1, max_size=8))
+def test_neighbours_share_a_group_unless_padding_would_more_than_double_the_work(
+    spans: list[tuple[int, int]],
+) -> None:
+    """Tokens x context of every segment, padded to the group's largest, as attention does."""
+    spans.sort(key=sum)
+    segments = tuple(chunk(index, *span) for index, span in enumerate(spans))
+    runs = split_by_shape(segments)
+    assert sum(runs, ()) == segments
+    for run in runs:
+        assert run and padded_work(run) <= 2 * sum(map(work, run)) + FREE_PADDING
+    for run, following in pairwise(runs):
+        joined = (*run, following[0])
+        assert padded_work(joined) > 2 * sum(map(work, joined)) + FREE_PADDING
+
+
+def test_a_long_chunk_is_not_padded_to_by_short_ones() -> None:
+    segments = tuple(chunk(index, 0, length) for index, length in enumerate((2, 2, 3, 500, 510)))
+    runs = split_by_shape(segments)
+    assert [[segment.num_tokens for segment in run] for run in runs] == [[2, 2, 3], [500, 510]]
+
+
+def work(segment: Segment) -> int:
+    return segment.num_tokens * segment.end
+
+
+def padded_work(segments: Sequence[Segment]) -> int:
+    longest = max(segment.num_tokens for segment in segments)
+    return len(segments) * longest * max(segment.end for segment in segments)
+
+
 @settings(deadline=None)
 @given(cases())
 def test_padding_and_flattening_are_inverse_and_padding_points_at_token_0(case: Case) -> None:
     for group, segments in groups_of(case):
-        if group is None:
-            continue
         pad_index, flat_index, token = [], [], 0
         for row, segment in enumerate(segments):
             pad_index.append([0] * group.max_length)
