@@ -17,6 +17,7 @@ from stagecoach.request import SamplingParams
 from stagecoach.text import chat_format
 
 _MAX_SHOWN = 600  # characters of a long prompt
+_MAX_TOKENS = 512
 
 
 class _Answer(NamedTuple):
@@ -64,7 +65,11 @@ def _answer(llm: LLM, family: str, question: Example | str) -> _Answer:
     for message in messages:
         sys.stdout.write(f"{message['role']}: {_shorten(str(message.get('content') or ''))}\n")
     sys.stdout.write("assistant: ")
-    params = SamplingParams(temperature=0.0, max_tokens=512, skip_special_tokens=False)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=min(_MAX_TOKENS, llm.config.max_model_len),
+        skip_special_tokens=False,
+    )
     began = time.perf_counter()
     num_shown = 0
     for output in llm.stream(token_ids, params):

@@ -5,7 +5,6 @@ over. Files are memory-mapped; only the asked-for part of a tensor is read. Know
 """
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from stagecoach.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
 
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
@@ -72,14 +70,18 @@ class CheckpointReader:
         for raw_name, path in _tensor_paths(folder).items():
             self._indexed.setdefault(path, set()).add(raw_name)
             self._file(raw_name, path, has_tied_head=has_tied_head)
-        rules = (*_SKIP_RULES, TIED_HEAD_RULE)
-        counts = ", ".join(f"{self.skipped[rule]} {rule}" for rule in rules if self.skipped[rule])
-        logger.info("%s: %d text tensors; skipped: %s", folder, len(self._stored), counts or "none")
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
         """Published name, without the text prefix -> where it lies; skipped ones left out."""
         return self._stored
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: how many tensors there are, and how many each rule skipped."""
+        rules = (*_SKIP_RULES, TIED_HEAD_RULE)
+        counts = ", ".join(f"{self.skipped[rule]} {rule}" for rule in rules if self.skipped[rule])
+        return f"{self.folder}: {len(self._stored)} text tensors; skipped: {counts or 'none'}"
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and safetensors dtype of a tensor ("BF16", "F32", "U8", ...)."""

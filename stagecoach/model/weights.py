@@ -5,6 +5,7 @@ them only the parts, that this rank needs; what the whole checkpoint holds is co
 the whole model by name first, so that a wrong checkpoint fails before a tensor is read.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from stagecoach.model.quantization import GROUP_SIZE, unpack_mxfp4
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
 from stagecoach.model_config import ModelConfig
 from stagecoach.pipeline.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 
 class LoadProgress(NamedTuple):
@@ -75,6 +78,8 @@ def load_stage(
     else:
         reader = CheckpointReader(folder, has_tied_head=config.tie_word_embeddings)
         check_checkpoint(folder, reader.stored, model_tensors(config))
+        if stage.is_first and tp.rank == 0:  # the same on every rank
+            logger.info("%s", reader.summary)
         fill = _CheckpointFiller(reader)
         slots = sorted(model.slots, key=fill.file_order)
     ledger = LoadLedger(model.slots)

@@ -21,6 +21,7 @@ from stagecoach.engine.messages import (
     Allocate,
     FromWorker,
     Hello,
+    Outputs,
     PlanDone,
     RunPlan,
     Shutdown,
@@ -36,7 +37,7 @@ from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model_config import parse_model_config
 from stagecoach.pipeline.partition import partition
 from stagecoach.pipeline.topology import Topology
-from stagecoach.request import SamplingParams
+from stagecoach.request import FinishReason, SamplingParams
 from stagecoach.schedule.step_plan import RowResult, Segment, StepPlan, StepResult, plan_digest
 
 TIMEOUT_SECONDS = 30.0
@@ -114,6 +115,7 @@ class ScriptedPort:
         to_workers: all that every worker was sent.
         plans: launched and not answered, oldest first.
         most_in_flight: the greatest length of `plans` so far.
+        answers_allocate: workers answer Allocate at once.
     """
 
     def __init__(self, config: ResolvedConfig, *events: Callable[[], object]) -> None:
@@ -127,7 +129,7 @@ class ScriptedPort:
         self.plans: deque[StepPlan] = deque()
         self.encoded: dict[int, bytes] = {}
         self.most_in_flight = 0
-        self.is_closed = False
+        self.answers_allocate = True
         self._from_clients: deque[tuple[int, ToEngine]] = deque()
         self._from_workers: deque[tuple[int, FromWorker]] = deque()
 
@@ -227,7 +229,7 @@ class ScriptedPort:
     def send_workers(self, message: ToWorker) -> None:
         self.to_workers.append(messages.decode_to_worker(messages.encode(message)))
         match message:
-            case Allocate():
+            case Allocate() if self.answers_allocate:
                 for worker in self.topology.workers:
                     self.reply(WorkerAllocated(worker=worker.name), worker.rank)
             case RunPlan(encoded_plan=encoded):
@@ -239,8 +241,7 @@ class ScriptedPort:
     def send_client(self, client: int, message: ToClient) -> None:
         self.to_clients.append((client, messages.decode_to_client(messages.encode(message))))
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self) -> None: ...
 
 
 class LoopRun:
@@ -256,3 +257,32 @@ class LoopRun:
     def run(self) -> ScriptedPort:
         self.loop.run()
         return self.port
+
+
+def outputs(port: ScriptedPort, request_id: int) -> list[int]:
+    """The tokens that clients were told of, in order."""
+    return [
+        token_id
+        for message in port.sent(Outputs)
+        for progress in message.items
+        if progress.request_id == request_id
+        for token_id in progress.token_ids
+    ]
+
+
+def endings(port: ScriptedPort) -> dict[int, FinishReason]:
+    """Why each finished request ended, by its id."""
+    return {
+        progress.request_id: progress.finish_reason
+        for message in port.sent(Outputs)
+        for progress in message.items
+        if progress.finish_reason is not None
+    }
+
+
+def expected_tokens(message: Submit) -> list[int]:
+    """What a request returns that is neither aborted nor refused, as `token_after` says."""
+    num_prompt = len(message.prompt_token_ids)
+    assert message.params.max_tokens is not None
+    ends = range(num_prompt, num_prompt + message.params.max_tokens)
+    return [(7 * message.request_id + end) % 200 for end in ends]

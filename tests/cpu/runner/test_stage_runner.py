@@ -22,7 +22,7 @@ from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology, WorkerId
 from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.resolve import resolve
-from stagecoach.runner import stage_runner
+from stagecoach.runner import last_stage
 from stagecoach.runner.device_memory import memory_needs
 from stagecoach.runner.stage_runner import StageRunner, StepOutcome
 from stagecoach.schedule.step_plan import (
@@ -380,13 +380,13 @@ def test_only_the_last_stages_first_rank_has_rows(
 ) -> None:
     """And a sampling table; every stage runs all plans."""
     tables: list[object] = []
-    make_table = stage_runner.SamplingTable
+    make_table = last_stage.SamplingTable
 
     def count_table(*args: Any) -> object:
         tables.append(args)
         return make_table(*args)
 
-    monkeypatch.setattr(stage_runner, "SamplingTable", count_table)
+    monkeypatch.setattr(last_stage, "SamplingTable", count_table)
     plans = mixed_plans()
     run = run_grid(config_of(checkpoints["kimi_k3"], (2, 2, 2), tp_size=2), plans)
     has_rows = [{outcome.rows is not None for outcome in outcomes} for outcomes in run.outcomes]

@@ -1,0 +1,48 @@
+"""Runs a command in this process, as the shell would."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from stagecoach.__main__ import main
+from tests.small_engine import write_small_model
+
+
+class Run(NamedTuple):
+    """How a command ended and what it wrote."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+Stagecoach = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stagecoach(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Stagecoach]:
+    """`stagecoach(*arguments)`; COLUMNS is wide, so that no line is folded inside a word."""
+    logger = logging.getLogger("stagecoach")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+
+    def run(*arguments: object) -> Run:
+        monkeypatch.setattr("sys.argv", ["stagecoach", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Run(code or 0, captured.out, captured.err)
+
+    yield run
+    logger.handlers[:], logger.level, logger.propagate = before

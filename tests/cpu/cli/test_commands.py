@@ -1,0 +1,183 @@
+"""The command line as a whole: status, streams, help, and what each command prints."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from stagecoach import compatibility
+from stagecoach.__main__ import app, main
+from stagecoach.demo.tasks import FAMILIES
+from tests.cpu.cli.conftest import Stagecoach
+
+FAST = ("--distributed-executor-backend", "uni", "--num-threads", "1", "--log-level", "warning")
+
+_BAD_ACTIVATION = '{"text_config": {"hidden_act": "x"}}'
+_LONGER = ("--hf-overrides", '{"text_config": {"max_position_embeddings": 8192}}')
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_the_commands() -> None:
+    assert set(COMMANDS) == {"generate", "demo", "eval", "support"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_option_and_what_it_does(stagecoach: Stagecoach, name: str) -> None:
+    run = stagecoach(name, "--help")
+    assert run.status == 0
+    text = " ".join(run.stdout.split())
+    assert "..." not in text.replace("INT,INT,...", "").replace("[OPTIONS]", "")
+    assert "completion" not in text
+    for parameter in COMMANDS[name].params:
+        assert len(parameter.help or "") > 10, f"{name}: {parameter.name} says nothing"
+        for spelling in (*parameter.opts, *parameter.secondary_opts):
+            assert spelling in text or parameter.param_type_name == "argument"
+    assert COMMANDS[name].help.split("\n")[0].split(".")[0] in text
+
+
+def test_help_lists_the_commands_whole(stagecoach: Stagecoach) -> None:
+    run = stagecoach("--help")
+    assert run.status == 0
+    for command in COMMANDS.values():
+        assert command.short_help in run.stdout
+    assert "..." not in run.stdout.replace("[ARGS]...", "")
+    assert "completion" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("no-such-command",),
+        ("generate", "--no-such-option"),
+        ("generate", "--temperature", "hot"),
+        ("generate", "stray"),
+        ("generate", "--max-tokens"),
+        ("eval", "tiny", "--limit", "many"),
+    ],
+)
+def test_wrong_usage_has_status_2(stagecoach: Stagecoach, arguments: tuple[str, ...]) -> None:
+    run = stagecoach(*arguments)
+    assert run.status == 2
+    assert run.stdout == ""
+    assert "Error: " in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "text"),
+    [
+        (("--model", "/no/such/model", "--prompt", "x"), "ConfigError", "is not a folder"),
+        (("--model", "tiny"), "RequestError", "prompt: none given; use --prompt TEXT"),
+        (("--prompt-token-ids", "1,2"), "RequestError", "must be a JSON list of integers"),
+        (("--prompt-token-ids", '["a"]'), "RequestError", "must be a JSON list of integers"),
+        (("--prompt-file", "/no/such/file"), "RequestError", "prompt_file: /no/such/file: "),
+        (("--prompt", "x", "--dtype", "int4"), "ConfigError", "--dtype='int4': must be one of"),
+        (("--prompt", "x", "--log-level", "loud"), "ConfigError", "--log-level='loud'"),
+        (("--prompt", "x", "-pp", "0"), "ConfigError", "--pipeline-parallel-size=0"),
+        (("--prompt", "x", "-pp", "99"), "ConfigError", "num_hidden_layers=4"),
+        (("--prompt", "x", "-tp", "3"), "ConfigError", "--tensor-parallel-size=3"),
+        (("--prompt", "x", "-pp", "2", "--pp-partition", "3,2"), "ConfigError", "3,2"),
+        (("--prompt", "x", "--hf-overrides", "{"), "ConfigError", "not valid JSON"),
+        (("--prompt", "x", "--hf-overrides", _BAD_ACTIVATION), "ConfigError", "hidden_act"),
+        (("--prompt", "x", "--config", "/no/such"), "ConfigError", "--config=/no/such: "),
+        (("--prompt", "x", "--max-model-len", "600"), "ConfigError", "--max-model-len=600"),
+        (("--prompt", "x", "--kv-cache-memory-bytes", "9"), "CapacityError", "9 bytes"),
+        (("--prompt", ""), "RequestError", "prompt: must hold at least one token"),
+        (("--prompt", "x", "--temperature", "nan"), "RequestError", "temperature: "),
+        (("--prompt", "x", "--max-tokens", "0"), "RequestError", "max_tokens: "),
+        (("--prompt", "x", "--stop-token-id", "512"), "RequestError", "stop_token_ids: "),
+    ],
+)
+def test_an_error_is_one_line_and_status_1(
+    stagecoach: Stagecoach, folder: Path, arguments: tuple[str, ...], name: str, text: str
+) -> None:
+    model = () if "--model" in arguments else ("--model", folder)
+    run = stagecoach("generate", *model, *FAST, *arguments)
+    assert run.status == 1
+    assert run.stdout == ""
+    [line] = run.stderr.splitlines()
+    assert line.startswith(f"stagecoach: {name}: ")
+    assert text in line
+
+
+def test_the_model_that_is_not_bundled_yet_or_any_unknown_name_is_named(
+    stagecoach: Stagecoach,
+) -> None:
+    run = stagecoach("generate", "--model", "tinny", "--prompt", "x")
+    assert run.status == 1
+    assert "--model=tinny" in run.stderr and "demo or tiny" in run.stderr
+
+
+def test_support_prints_features_and_refusals(stagecoach: Stagecoach) -> None:
+    run = stagecoach("support")
+    assert run.status == 0 and run.stderr == ""
+    text = " ".join(run.stdout.replace("│", " ").split())
+    for rule in compatibility.TABLE:
+        assert rule.name in text
+    assert "…" not in text
+
+
+def test_support_in_markdown_is_the_table_of_the_readme(stagecoach: Stagecoach) -> None:
+    run = stagecoach("support", "--markdown")
+    assert run.stdout == compatibility.render_markdown()
+
+
+def test_eval_prints_a_score_for_each_task(stagecoach: Stagecoach, folder: Path) -> None:
+    families = list(FAMILIES)[:2]
+    run = stagecoach(
+        "eval", folder, *FAST, "--json", "--limit", 1, "--max-tokens", 2,
+        *(argument for family in families for argument in ("--task", family)),
+        *_LONGER,
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    report = json.loads(run.stdout)
+    assert list(report["tasks"]) == families
+    assert all(0 <= score <= 1 for score in report["tasks"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--task", "juggling"), "--task=juggling: must be one of"),
+        (("--limit", "0"), "--limit=0: must be at least 1"),
+        (("--max-tokens", "0"), "max_tokens: "),
+    ],
+)
+def test_eval_refuses_what_it_cannot_do(
+    stagecoach: Stagecoach, folder: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    run = stagecoach("eval", folder, *FAST, *_LONGER, *arguments)
+    assert run.status == 1
+    assert text in run.stderr.splitlines()[-1]
+    assert run.stderr.splitlines()[-1].startswith("stagecoach: ")
+
+
+def test_demo_answers_and_prints_its_layout(
+    stagecoach: Stagecoach, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "checkpoint").symlink_to(folder)
+    monkeypatch.setattr("stagecoach.checkpoint_folder._PACKAGE", tmp_path)
+    run = stagecoach("demo", *FAST, "--max-model-len", 80, "--prompt", "hi", "--prompt", "ho")
+    assert run.status == 0, run.stderr
+    assert run.stdout.count("[yours]") == 2
+    assert "user: hi" in run.stdout and "assistant: " in run.stdout
+    assert "decode tokens/s" in " ".join(run.stdout.split())
+    assert "2 stages (2 + 2 layers) x 2 tensor-parallel ranks" in " ".join(run.stderr.split())
+
+
+def test_ctrl_c_has_status_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stagecoach.cli.generate.LLM", interrupted)
+    monkeypatch.setattr(sys, "argv", ["stagecoach", "generate", "--prompt", "x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,142 @@
+"""`stagecoach generate`: what it prints for one prompt, for many, and as JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.cli.conftest import Stagecoach
+from tests.cpu.cli.test_commands import FAST
+
+LETTERS = ("--dtype", "float64", "--ignore-eos", "--max-tokens", "6")
+
+
+@pytest.fixture
+def generate(stagecoach: Stagecoach, folder: Path) -> Any:
+    def run(*arguments: object) -> str:
+        result = stagecoach("generate", "--model", folder, *FAST, *LETTERS, *arguments)
+        assert result.status == 0, result.stderr
+        assert result.stderr == ""
+        return result.stdout
+
+    return run
+
+
+def test_json_has_outputs_and_stats(generate: Any) -> None:
+    text = generate("--prompt", "hello", "--json")
+    assert len(text.splitlines()) == 1
+    answer = json.loads(text)
+    assert set(answer) == {"outputs", "stats"}
+    [output] = answer["outputs"]
+    assert output["prompt_token_ids"] == list(b"hello")
+    assert len(output["token_ids"]) == 6
+    assert output["finish_reason"] == "length" and output["stop_reason"] is None
+    assert isinstance(output["text"], str)
+    assert output["num_cached_tokens"] == 0
+    assert output["logprobs"] is None and output["prompt_logprobs"] is None
+    assert output["timings"]["num_steps"] == 6
+    assert 0 < output["timings"]["first_token_seconds"] <= output["timings"]["total_seconds"]
+    stats = answer["stats"]
+    assert stats["num_steps"] == 6
+    assert (stats["num_prompt_tokens"], stats["num_generated_tokens"]) == (5, 6)
+    assert stats["num_free_pages"] == stats["num_pages"]
+    assert "query_id" not in stats
+
+
+def test_prompts_come_from_everywhere_in_order(generate: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("é\nfour\n", encoding="utf-8")
+    text = generate(
+        "--prompt", "one", "--prompt", "two", "--prompt-file", prompts,
+        "--prompt-token-ids", "[5, 6]", "--json",
+    )  # fmt: skip
+    outputs = json.loads(text)["outputs"]
+    assert [output["prompt_token_ids"] for output in outputs] == [
+        list(b"one"),
+        list(b"two"),
+        list("é".encode()),
+        list(b"four"),
+        [5, 6],
+    ]
+    assert [output["prompt_index"] for output in outputs] == [0, 1, 2, 3, 4]
+
+
+def test_n_gives_an_entry_a_completion(generate: Any) -> None:
+    arguments = ("--prompt", "a", "--prompt", "b", "-n", "2", "--temperature", "1", "--json")
+    outputs = json.loads(generate(*arguments, "--sampling-seed", "3"))["outputs"]
+    places = [(output["prompt_index"], output["index"]) for output in outputs]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    again = json.loads(generate(*arguments, "--sampling-seed", "3"))["outputs"]
+    other = json.loads(generate(*arguments, "--sampling-seed", "4"))["outputs"]
+    tokens = [[item["token_ids"] for item in items] for items in (outputs, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_logprobs_are_objects_with_names(generate: Any) -> None:
+    text = generate("--prompt", "ab", "--logprobs", "2", "--prompt-logprobs", "1", "--json")
+    [output] = json.loads(text)["outputs"]
+    assert len(output["logprobs"]) == 6
+    entry = output["logprobs"][0]
+    assert set(entry) == {"token_id", "logprob", "rank", "top_ids", "top_logprobs"}
+    assert entry["token_id"] == output["token_ids"][0] == entry["top_ids"][0]
+    assert entry["rank"] == 1
+    assert output["prompt_logprobs"][0] is None
+    assert output["prompt_logprobs"][1]["token_id"] == ord("b")
+
+
+def test_one_prompt_is_printed_as_it_is_written(generate: Any) -> None:
+    [output] = json.loads(generate("--prompt", "hello", "--json"))["outputs"]
+    assert generate("--prompt", "hello") == output["text"] + "\n"
+
+
+def test_several_prompts_are_printed_in_blocks(generate: Any) -> None:
+    outputs = json.loads(generate("--prompt", "a", "--prompt", "b", "--json"))["outputs"]
+    printed = generate("--prompt", "a", "--prompt", "b")
+    assert printed == "".join(
+        f"--- prompt {output['prompt_index']}, completion 0\n{output['text']}\n"
+        for output in outputs
+    )
+
+
+def test_chat_renders_each_prompt_and_shows_markers(generate: Any) -> None:
+    [output] = json.loads(generate("--chat", "--prompt", "Hi!", "--json"))["outputs"]
+    prompt = output["prompt_token_ids"]
+    assert len(prompt) > 10 and prompt[0] == 256 + 3  # <|open|>
+    assert bytes(token for token in prompt if token < 256).count(b"Hi!") == 1
+
+
+def test_the_default_length_never_exceeds_the_model(stagecoach: Stagecoach, folder: Path) -> None:
+    run = stagecoach(
+        "generate", "--model", folder, *FAST, "--max-model-len", 32, "--prompt", "hello",
+        "--ignore-eos", "--json",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert len(json.loads(run.stdout)["outputs"][0]["token_ids"]) == 27
+
+
+def test_a_config_file_reaches_the_engine(generate: Any, tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text("max-num-seqs: 3\nblock_size: 8\npipeline-parallel-size: 2\n")
+    stats = json.loads(generate("--prompt", "a", "--json", "--config", config))["stats"]
+    assert stats["num_slots"] == 3
+    stats = json.loads(
+        generate("--prompt", "a", "--json", "--config", config, "--max-num-seqs", 5)
+    )["stats"]
+    assert stats["num_slots"] == 5
+
+
+def test_dummy_weights_need_no_checkpoint_data(
+    stagecoach: Stagecoach, folder: Path, tmp_path: Path
+) -> None:
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".model") and "index" not in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    run = stagecoach(
+        "generate", "--model", tmp_path, *FAST, "--load-format", "dummy", "--prompt", "x",
+        "--max-tokens", 2, "--json",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    run = stagecoach("generate", "--model", tmp_path, *FAST, "--prompt", "x")
+    assert run.status == 1
+    assert run.stderr.startswith("stagecoach: CheckpointError: ")

@@ -1,0 +1,179 @@
+"""From flags and a YAML file to engine options."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stagecoach.cli.options import read_config_file, with_engine_options
+from stagecoach.config import EngineConfig, field_docs, option
+from stagecoach.errors import ConfigError
+
+FIELDS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model"]
+
+# A value for each option, as text of the command line and as the engine gets it.
+VALUES: dict[str, tuple[str, Any]] = {
+    "pipeline_parallel_size": ("2", 2),
+    "tensor_parallel_size": ("4", 4),
+    "pp_partition": ("5,4", (5, 4)),
+    "dtype": ("float64", "float64"),
+    "device": ("cpu", "cpu"),
+    "max_model_len": ("100", 100),
+    "max_num_seqs": ("3", 3),
+    "max_num_batched_tokens": ("30", 30),
+    "block_size": ("8", 8),
+    "kv_cache_memory_bytes": ("1000000", 1000000),
+    "num_gpu_blocks_override": ("12", 12),
+    "seed": ("9", 9),
+    "load_format": ("dummy", "dummy"),
+    "hf_overrides": ('{"rms_norm_eps": 0.1}', {"rms_norm_eps": 0.1}),
+    "distributed_executor_backend": ("uni", "uni"),
+    "num_threads": ("1", 1),
+    "log_level": ("error", "error"),
+    "debug_poison": ("", True),
+}
+
+
+def run_options(*arguments: str) -> dict[str, Any]:
+    """The engine options that a command gets from these arguments."""
+    received: list[dict[str, Any]] = []
+
+    def command(*, engine_options: dict[str, Any]) -> None:
+        received.append(engine_options)
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(with_engine_options(command))
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=True)
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return received[0]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "engine.yaml"
+
+
+def test_no_flag_gives_no_option() -> None:
+    assert run_options() == {}
+
+
+def test_every_field_but_the_model_has_a_value_here() -> None:
+    assert list(VALUES) == [item.name for item in FIELDS]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_field_is_a_flag(name: str) -> None:
+    text, value = VALUES[name]
+    arguments = [option(name), text] if text else [option(name)]
+    options = run_options(*arguments)
+    assert options == {name: value}
+    EngineConfig(model="tiny", **options)
+
+
+def test_short_flags() -> None:
+    options = run_options("-pp", "2", "-tp", "4")
+    assert options == {"pipeline_parallel_size": 2, "tensor_parallel_size": 4}
+
+
+@pytest.mark.parametrize("spell", [str, lambda name: name.replace("_", "-")])
+@pytest.mark.parametrize("name", VALUES)
+def test_every_field_is_a_name_of_the_file(config_file: Path, name: str, spell: Any) -> None:
+    text, value = VALUES[name]
+    text = text or "true"
+    quoted = f"'{text}'" if name == "hf_overrides" else text
+    config_file.write_text(f"{spell(name)}: {quoted}\n")
+    assert run_options("--config", str(config_file)) == {name: value}
+
+
+def test_lists_and_maps_of_yaml(config_file: Path) -> None:
+    config_file.write_text("pp_partition: [5, 4]\nhf-overrides:\n  text_config:\n    a: 1\n")
+    assert read_config_file(config_file) == {
+        "pp_partition": (5, 4),
+        "hf_overrides": {"text_config": {"a": 1}},
+    }
+    config_file.write_text("pp_partition: 9\n")
+    assert read_config_file(config_file) == {"pp_partition": (9,)}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "max_model_len: null\n", "dtype:\n"])
+def test_nothing_and_null_leave_the_default(config_file: Path, text: str) -> None:
+    config_file.write_text(text)
+    assert read_config_file(config_file) == {}
+
+
+def test_a_flag_wins_over_the_file(config_file: Path) -> None:
+    config_file.write_text("block-size: 16\nseed: 1\n")
+    options = run_options("--seed", "2", "--config", str(config_file))
+    assert options == {"block_size": 16, "seed": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("block_sizes: 8", "block_sizes is not an engine option"),
+        ("model: demo", "chosen on the command line"),
+        ("temperature: 1", "temperature is not an engine option"),
+        ("block-size: 8\nblock_size: 8", "block_size is there twice"),
+        ("block_size: '8'", "block_size: Expected `int`, got `str`"),
+        ("block_size: 8.5", "block_size: Expected `int`, got `float`"),
+        ("max_model_len: long", "max_model_len: Expected `int | null`, got `str`"),
+        ("seed: [1]", "seed: Expected `int`"),
+        ("debug_poison: 1", "debug_poison: Expected `bool`, got `int`"),
+        ("dtype: 32", "dtype: Expected `str`, got `int`"),
+        ("pp_partition: [5, four]", "pp_partition: Expected `int`, got `str`"),
+        ("pp_partition: 5,four", "must be numbers, as in 5,4"),
+        ("hf_overrides: '{'", "not valid JSON"),
+        ("hf_overrides: [1]", "hf_overrides: Expected `object"),
+        ("- block_size", "must hold `name: value` lines"),
+        ("block_size", "must hold `name: value` lines"),
+        ("a: [", "while parsing"),
+    ],
+)
+def test_a_bad_file_is_refused(config_file: Path, content: str, text: str) -> None:
+    config_file.write_text(content + "\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config_file(config_file)
+    assert text in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(config_file)
+    config_file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="--config="):
+        read_config_file(config_file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--pp-partition", "5,x"), "--pp-partition=5,x: must be numbers, as in 5,4"),
+        (("--pp-partition", ""), "must be numbers"),
+        (("--hf-overrides", "{a}"), "--hf-overrides={a}: not valid JSON: "),
+        (("--hf-overrides", "[1]"), "--hf-overrides=[1]: must be a JSON object"),
+    ],
+)
+def test_a_bad_flag_is_refused(arguments: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_options(*arguments)
+    assert text in str(caught.value)
+
+
+def test_help_shows_each_doc_line_and_default() -> None:
+    def command(*, engine_options: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(with_engine_options(command))
+    text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    for item in FIELDS:
+        assert option(item.name) in text
+        assert field_docs()[item.name] in text
+        if item.default not in (None, False, dataclasses.MISSING):
+            assert f"[default: {item.default}]" in text
