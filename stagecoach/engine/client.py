@@ -181,6 +181,14 @@ class EngineClient:
             raise EngineDeadError("the engine was closed")
 
     def _receive(self) -> None:
+        try:
+            self._receive_until_closed()
+        except BaseException as error:
+            # Without this thread every caller would wait for ever.
+            self._fail(EngineDeadError(f"the receiving thread failed: {error!r}"))
+            raise
+
+    def _receive_until_closed(self) -> None:
         while not self._is_closed:
             message = self._engine.port.receive(_POLL_SECONDS)
             if message is not None:

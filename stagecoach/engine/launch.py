@@ -8,6 +8,7 @@ With the `uni` backend the same classes run as threads of the calling process.
 """
 
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -35,6 +36,7 @@ _STOP_SECONDS = 5.0
 _KILL_SECONDS = 2.0
 # After the first sign of a failure, how long to look for the process that caused it.
 _BLAME_SECONDS = 0.3
+_MAX_PARENT_BYTES = 70
 
 
 class RunningEngine(Protocol):
@@ -60,7 +62,7 @@ class ProcessEngine:
     """Engine loop and workers as processes on this host."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="stagecoach-"))
+        self._folder = _make_folder()
         self._failure: EngineDeadError | None = None
         self._is_stopping = threading.Event()
         topology = Topology(
@@ -80,11 +82,11 @@ class ProcessEngine:
                     self._start(
                         worker.name, worker_context.Process, children.run_worker, config, worker
                     )
+            self.port: ClientPort = ZmqClientPort(self._folder, client=0)
         except BaseException:
             self._cut_lifelines()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self.port: ClientPort = ZmqClientPort(self._folder, client=0)
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
         self._watcher.start()
 
@@ -185,6 +187,14 @@ class ThreadEngine:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - the loop ends here; clients get the cause
             self._failure = EngineDeadError(str(error) or repr(error))
+
+
+def _make_folder() -> Path:
+    """A private folder for sockets, whose paths must not be longer than about 100 bytes."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="stagecoach-", dir=parent))
 
 
 @contextmanager

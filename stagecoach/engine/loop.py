@@ -91,10 +91,6 @@ class EngineLoop:
         """
         began = time.monotonic()
         engine = self._config.engine
-        # A failure can only be told to a client that spoke first.
-        while not self._clients and not self._is_stopping:
-            self._port.wait(None)
-            self._admit()
         needs: dict[int, MemoryNeeds] = {}
         while len(needs) < engine.num_workers:
             received = self._next_worker_message()
@@ -294,6 +290,10 @@ class EngineLoop:
         )
 
     def _announce_failure(self, error: Exception) -> None:
+        # A worker can fail before the client that starts the engine has said hello.
+        while not self._clients and not self._is_stopping:
+            self._port.wait(None)
+            self._admit()
         kind = type(error).__name__
         if not isinstance(error, StagecoachError):
             kind = EngineDeadError.__name__

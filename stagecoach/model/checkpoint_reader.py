@@ -15,7 +15,6 @@ from torch import Tensor
 
 from stagecoach.errors import CheckpointError
 
-
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
 

@@ -18,6 +18,9 @@ from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.runner.step_inputs import build_sample_inputs, build_target_inputs
 from stagecoach.schedule.step_plan import RowResult, StepPlan
 
+# Rows of logits of a prompt that exist at once: a whole chunk's would dwarf its activations.
+_HEAD_ROWS = 256
+
 
 class _Sampled(NamedTuple):
     """What segments returned, by their index in the plan."""
@@ -76,11 +79,17 @@ class LastStage:
     ) -> dict[int, tuple[TokenLogprobs, ...]]:
         targets = {}
         for wanted in build_target_inputs(plan):
-            logits_PV = self._logits(stream, wanted.token_index_P)
-            if self._table is not None:
-                targets[wanted.segment] = tuple(
-                    prompt_logprobs(logits_PV, wanted.target_ids_P, wanted.num_top)
-                )
+            entries: list[TokenLogprobs] = []
+            parts = zip(
+                wanted.token_index_P.split(_HEAD_ROWS),
+                wanted.target_ids_P.split(_HEAD_ROWS),
+                strict=True,
+            )
+            for token_index_P, target_ids_P in parts:
+                logits_PV = self._logits(stream, token_index_P)
+                if self._table is not None:
+                    entries += prompt_logprobs(logits_PV, target_ids_P, wanted.num_top)
+            targets[wanted.segment] = tuple(entries)
         return targets
 
     def _logits(self, stream: ResidualStream, token_index_R: Tensor) -> Tensor:

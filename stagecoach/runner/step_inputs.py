@@ -67,14 +67,15 @@ def split_by_shape(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
     """
     runs: list[tuple[Segment, ...]] = []
     first = 0
-    real = width = 0
+    real = width = context = 0
     for index, segment in enumerate(segments):
         real += segment.num_tokens * segment.end
         width = max(width, segment.num_tokens)
-        padded = (index + 1 - first) * width * segment.end
+        context = max(context, segment.end)
+        padded = (index + 1 - first) * width * context
         if padded > 2 * real + _FREE_PADDING:
             runs.append(segments[first:index])
-            first, width = index, segment.num_tokens
+            first, width, context = index, segment.num_tokens, segment.end
             real = segment.num_tokens * segment.end
     if segments:
         runs.append(segments[first:])

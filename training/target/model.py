@@ -20,6 +20,7 @@ from training.target.mxfp4 import fake_quantize
 
 LATENT_NORM_EPS = 1e-6
 QK_NORM_EPS = 1e-6
+CHUNK = 16
 
 KdaKernel = Callable[..., Tensor]
 
@@ -234,6 +235,36 @@ def kda_recurrence(
         state = state + k[:, t, :, :, None] * update[:, :, None]
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return torch.stack(outputs, dim=1)
+
+
+def kda_chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float,
+) -> Tensor:  # fmt: skip
+    """`kda_recurrence` in chunks of 16 tokens, over which exp(-G) still fits float32."""
+    q, k, v, g, beta = (x.float().transpose(1, 2) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    num_heads, length, width = q.shape[1:]
+    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + QK_NORM_EPS) * width**-0.5
+    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + QK_NORM_EPS)
+    rate = torch.exp(A_log)[:, None, None]
+    g = lower_bound * torch.sigmoid(rate * (g + dt_bias.view(num_heads, 1, width)))
+    beta = torch.sigmoid(beta)
+    state = q.new_zeros(q.shape[0], num_heads, width, v.shape[-1])
+    outputs = []
+    for start in range(0, length, CHUNK):
+        q_c, k_c, v_c, g_c, beta_c = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta))
+        total = g_c.cumsum(2)
+        decayed_q, decayed_k = q_c * torch.exp(total), k_c * torch.exp(total)
+        raised_k = k_c * torch.exp(-total)
+        mixing = torch.tril(beta_c * (decayed_k @ raised_k.mT), -1)
+        identity = torch.eye(mixing.shape[-1], device=q.device)
+        update = torch.linalg.solve_triangular(
+            identity + mixing, beta_c * (v_c - decayed_k @ state), upper=False
+        )
+        outputs.append(decayed_q @ state + torch.tril(decayed_q @ raised_k.mT) @ update)
+        last = total[:, :, -1:]
+        state = torch.exp(last).mT * state + (k_c * torch.exp(last - total)).mT @ update
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def fused_kda() -> KdaKernel:
@@ -578,7 +609,7 @@ class Target(nn.Module):
         *,
         is_compiled: bool = False,
         is_grouped: bool = False,
-        kernel: KdaKernel = kda_recurrence,
+        kernel: KdaKernel = kda_chunked,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()

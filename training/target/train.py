@@ -14,7 +14,7 @@ from torch import Tensor
 
 from training.target.configuration import text_config
 from training.target.data import BatchStream, evaluation_batches
-from training.target.model import Target, fused_kda, kda_recurrence
+from training.target.model import Target, fused_kda, kda_chunked
 from training.target.mxfp4 import fake_quantize
 from training.target.optimizer import Muon, split_parameters
 
@@ -46,7 +46,7 @@ class Training:
             text_config(),
             is_compiled=is_gpu,
             is_grouped=arguments.grouped,
-            kernel=fused_kda() if is_gpu else kda_recurrence,
+            kernel=fused_kda() if is_gpu else kda_chunked,
             dtype=torch.bfloat16 if is_gpu else torch.float32,
         ).to(self.device)
         matrices, others = split_parameters(self.model)

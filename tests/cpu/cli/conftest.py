@@ -1,25 +1,14 @@
 """Runs a command in this process, as the shell would."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from stagecoach.__main__ import main
+from tests.cpu.cli.command_run import Run, Stagecoach
 from tests.small_engine import write_small_model
-
-
-class Run(NamedTuple):
-    """How a command ended and what it wrote."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-Stagecoach = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stagecoach(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Stagecoach]:
-    """`stagecoach(*arguments)`; COLUMNS is wide, so that no line is folded inside a word."""
+    """`stagecoach(*arguments)`; what it does to the log is undone."""
     logger = logging.getLogger("stagecoach")
     before = (list(logger.handlers), logger.level, logger.propagate)
 

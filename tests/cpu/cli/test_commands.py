@@ -11,9 +11,7 @@ import typer
 from stagecoach import compatibility
 from stagecoach.__main__ import app, main
 from stagecoach.demo.tasks import FAMILIES
-from tests.cpu.cli.conftest import Stagecoach
-
-FAST = ("--distributed-executor-backend", "uni", "--num-threads", "1", "--log-level", "warning")
+from tests.cpu.cli.command_run import FAST, Stagecoach
 
 _BAD_ACTIVATION = '{"text_config": {"hidden_act": "x"}}'
 _LONGER = ("--hf-overrides", '{"text_config": {"max_position_embeddings": 8192}}')

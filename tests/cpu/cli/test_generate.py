@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.cli.conftest import Stagecoach
-from tests.cpu.cli.test_commands import FAST
+from tests.cpu.cli.command_run import FAST, Stagecoach
 
 LETTERS = ("--dtype", "float64", "--ignore-eos", "--max-tokens", "6")
 
