@@ -12,6 +12,8 @@ from typing import Any
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import ModelConfig
 
+# Requests without a seed put their number beside it in one 63-bit key.
+MAX_ENGINE_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 
@@ -100,6 +102,15 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.max_model_len == 1:
+            raise ConfigError("--max-model-len=1: leaves no room for an output token")
+        _at_least("seed", self.seed, 0)
+        if self.seed > MAX_ENGINE_SEED:
+            raise ConfigError(f"--seed={self.seed}: must be at most {MAX_ENGINE_SEED}")
+        if not isinstance(self.debug_poison, bool):
+            raise ConfigError(f"--debug-poison={self.debug_poison!r}: must be true or false")
+        if not isinstance(self.hf_overrides, dict):
+            raise ConfigError(f"--hf-overrides={self.hf_overrides!r}: must be a JSON object")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, ("cpu",))
         _one_of("load_format", self.load_format, ("auto", "dummy"))

@@ -1,4 +1,4 @@
-"""Offline inference: `LLM.generate`, over the same client as the server.
+"""Offline inference: `LLM.generate` and its kin, over an engine client.
 
 Owns the started engine, the tokenizer, and the fan-out of a request into its n completions.
 """
@@ -117,7 +117,9 @@ class LLM:
         prompt = self.render_chat(messages, **format_options)
         return self.generate(prompt, sampling_params, use_tqdm=False)[0]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **format_options: Any) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **format_options: Any
+    ) -> list[int]:
         """Prompt token ids of a conversation.
 
         Raises:

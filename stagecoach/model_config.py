@@ -142,7 +142,8 @@ def load_model_config(folder: Path, overrides: dict[str, Any] | None = None) -> 
         raise CheckpointError(f"{folder}: no config.json") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    return parse_model_config(_merge(root, overrides or {}), _generation_eos(folder))
+    merged = _apply_overrides(root, overrides or {})
+    return parse_model_config(merged, _generation_eos(folder))
 
 
 def parse_model_config(
@@ -393,6 +394,50 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
         return _as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+
+
+# Keys that a config.json may leave out.
+_OPTIONAL_KEYS = frozenset(
+    [
+        "activation_situ_beta",
+        "activation_situ_linear_beta",
+        "attn_res_block_size",
+        "dtype",
+        "eos_token_id",
+        "first_k_dense_replace",
+        "hidden_act",
+        "latent_moe_use_norm",
+        "max_position_embeddings",
+        "mla_use_nope",
+        "mla_use_output_gate",
+        "moe_layer_freq",
+        "moe_renormalize",
+        "moe_router_activation_func",
+        "num_expert_group",
+        "num_experts",
+        "num_nextn_predict_layers",
+        "num_shared_experts",
+        "q_lora_rank",
+        "rms_norm_eps",
+        "routed_expert_hidden_size",
+        "routed_scaling_factor",
+        "tie_word_embeddings",
+        "topk_group",
+        "topk_method",
+        "torch_dtype",
+    ]
+)
+
+
+def _apply_overrides(root: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides go where config.json has the key: at its root, or in its text_config."""
+    text = root.get("text_config")
+    for key, value in overrides.items():
+        if key not in root and key not in (text or {}) and key not in _OPTIONAL_KEYS:
+            raise ConfigError(f"config.json has no key {key!r} to override")
+        is_nested = isinstance(text, dict) and key not in root
+        root = _merge(root, {"text_config": {key: value}} if is_nested else {key: value})
+    return root
 
 
 def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

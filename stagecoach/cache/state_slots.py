@@ -1,9 +1,8 @@
 """Slots of KDA state, by number: which are free.
 
-A slot holds one request's recurrent and convolution state of every KDA layer of a stage, and
-the record of its newest window; its number is the same on all stages and ranks. A running
-request owns one slot: its first chunk reads the zero slot and writes the own one, every later
-segment reads and writes it in place.
+A slot holds one request's recurrent and convolution state of every KDA layer of a stage; its
+number is the same on all stages and ranks. A running request owns one slot: its first chunk
+reads the zero slot and writes the own one, every later segment reads and writes it in place.
 """
 
 from stagecoach.cache.id_pool import IdPool

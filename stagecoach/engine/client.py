@@ -1,7 +1,7 @@
 """The engine as its users see it: submit, abort, stream, close.
 
-Used by `llm.py` and by the server alike. Owns the started engine and one receiving thread,
-which hands each request's progress to the sink that came with it. Knows no text.
+Owns the started engine and one receiving thread, which hands each request's progress to the
+sink that came with it. Knows no text.
 """
 
 import atexit

@@ -6,12 +6,15 @@ never wait for each other's receives.
 """
 
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagecoach.errors import WorkerDiedError
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
 from stagecoach.pipeline.links import Handle, Links
 from stagecoach.pipeline.topology import Topology, WorkerId
@@ -56,14 +59,27 @@ class ProcessTransport:
     """Transport over torch.distributed's default group."""
 
     def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
-        work = dist.isend(tensor, dst=to_rank, tag=tag)
+        with _neighbours():
+            work = dist.isend(tensor, dst=to_rank, tag=tag)
         assert work is not None, f"not a member of the group: send to {to_rank}"
-        return work
+        return _Transfer(work)
 
     def receive(self, into: Tensor, from_rank: int, tag: int) -> Handle:
-        work = dist.irecv(into, src=from_rank, tag=tag)
+        with _neighbours():
+            work = dist.irecv(into, src=from_rank, tag=tag)
         assert work is not None, f"not a member of the group: receive from {from_rank}"
-        return work
+        return _Transfer(work)
+
+
+class _Transfer:
+    """A Handle over torch.distributed's work."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _neighbours():
+            self._work.wait()
 
 
 class ProcessTensorParallel:
@@ -76,11 +92,23 @@ class ProcessTensorParallel:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        dist.all_reduce(tensor, group=self._group)
+        with _neighbours():
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Concatenate the ranks' tensors, of one shape, along `dim`."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        with _neighbours():
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
+
+
+@contextmanager
+def _neighbours() -> Iterator[None]:
+    """What gloo raises when a connection breaks, in our words."""
+    try:
+        yield
+    except RuntimeError as error:
+        [first_line, *_] = str(error).splitlines() or [repr(error)]
+        raise WorkerDiedError(f"the link to a neighbour broke: {first_line}") from error

@@ -29,8 +29,26 @@ def test_a_count_below_one_or_of_another_type_is_refused_by_name(name: str, valu
 
 
 @pytest.mark.parametrize("name", _COUNTS)
-def test_one_is_the_least_count(name: str) -> None:
-    assert getattr(EngineConfig(model="demo", **{name: 1}), name) == 1
+def test_the_least_count_is_accepted(name: str) -> None:
+    # A request needs room for a prompt token and an output token.
+    least = 2 if name == "max_model_len" else 1
+    assert getattr(EngineConfig(model="demo", **{name: least}), name) == least
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_model_len", 1),
+        ("seed", -1),
+        ("seed", "a"),
+        ("seed", 2**31),
+        ("debug_poison", "no"),
+        ("hf_overrides", [1]),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option(name)):
+        EngineConfig(model="demo", **{name: value})
 
 
 @pytest.mark.parametrize("name", _CHOICES)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from stagecoach.errors import CheckpointError, ConfigError
-from stagecoach.model_config import LayerKind, load_model_config, parse_model_config
+from stagecoach.model_config import (
+    LayerKind,
+    _apply_overrides,
+    load_model_config,
+    parse_model_config,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -217,3 +222,15 @@ def test_files_and_overrides(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"generation_config\.json: not valid JSON"):
         load_model_config(tmp_path)
+
+
+def test_an_override_goes_where_the_file_has_the_key() -> None:
+    config = {"model_type": "kimi_k3", "text_config": {"hidden_size": 1}, "pad_token_id": 3}
+    changed = _apply_overrides(config, {"hidden_size": 2, "pad_token_id": 4})
+    assert changed["text_config"]["hidden_size"] == 2
+    assert changed["pad_token_id"] == 4
+    nested = _apply_overrides(config, {"text_config": {"hidden_size": 5}})
+    assert nested["text_config"] == {"hidden_size": 5}
+    with pytest.raises(ConfigError, match="hiden_size"):
+        _apply_overrides(config, {"hiden_size": 2})
+    assert config["text_config"] == {"hidden_size": 1}, "the file's own values stay"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stagecoach.errors import WorkerDiedError
 from stagecoach.pipeline import process_links
 from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.handoff import Handoff
@@ -93,7 +94,7 @@ def work(worker: WorkerId, rendezvous: Path, report: Connection) -> None:
             second_stage(handoff)
             try:
                 handoff.receive(1)
-            except RuntimeError:
+            except WorkerDiedError:
                 report.send("done")
             else:
                 report.send("received from the dead")

@@ -1,0 +1,131 @@
+"""The README and the pages of docs/ name only what exists; the support table is the real one."""
+
+import ast
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from stagecoach import compatibility
+from stagecoach.__main__ import app
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGE = _ROOT / "stagecoach"
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_PAGES = (
+    _ROOT / "README.md",
+    _ROOT / "CONTRIBUTING.md",
+    *sorted((_ROOT / "docs").glob("*.md")),
+)
+_INVARIANTS = range(1, 93)
+
+_COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def _between(marker: str) -> str:
+    _, _, rest = _README.partition(f"<!-- {marker} -->\n")
+    inside, found, _ = rest.partition(f"<!-- /{marker} -->")
+    assert found, f"README.md lacks the markers of {marker}"
+    return inside.strip()
+
+
+def _code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _command_lines(text: str) -> list[list[str]]:
+    """The lines of code blocks that are commands, in words, without their comments."""
+    starts = ("stagecoach ", ".venv/bin/", "make ", "scripts/")
+    lines = [
+        line.removeprefix("$ ").partition("  #")[0]
+        for block in _code_blocks(text)
+        for line in block.splitlines()
+    ]
+    return [shlex.split(line) for line in lines if line.startswith(starts)]
+
+
+@cache
+def _definitions(path: Path) -> frozenset[str]:
+    """Functions and classes of a file, methods as Class.method."""
+    names = set()
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, defined):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, defined)}
+    return frozenset(names)
+
+
+def test_the_support_table_is_the_generated_one() -> None:
+    assert _between("support") == compatibility.render_markdown().strip(), (
+        "replace it by the output of: stagecoach support --markdown"
+    )
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_commands_exist_with_their_options(page: Path) -> None:
+    makefile = (_ROOT / "Makefile").read_text(encoding="utf-8")
+    for program, *words in _command_lines(page.read_text(encoding="utf-8")):
+        if program == "make":
+            assert re.search(rf"^{words[0]}:", makefile, flags=re.MULTILINE), words
+        elif program.startswith("scripts/"):
+            assert (_ROOT / program).is_file(), program
+            if program == "scripts/bench" and words[0].islower():
+                assert (_ROOT / "bench" / f"{words[0]}.py").is_file(), words
+        elif program.endswith("stagecoach"):
+            command = _COMMANDS[words[0]]
+            known = {name for item in command.params for name in (*item.opts, *item.secondary_opts)}
+            assert {word for word in words[1:] if word.startswith("-")} <= known, words
+
+
+def test_the_readme_names_every_command() -> None:
+    for name in _COMMANDS:
+        assert f"`{name}`" in _README or f"stagecoach {name}" in _README
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+    for name in re.findall(r"`([\w./-]+(?:/|\.(?:py|md|toml|txt|model)))`", text):
+        # A bare file name speaks of the folder before it, or of a checkpoint's file.
+        if "/" in name and "NAME" not in name:
+            assert any((base / name).exists() for base in (_ROOT, _PACKAGE, _ROOT / "tests/cpu")), (
+                name
+            )
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_functions_classes_and_tests_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for file, name in re.findall(r"`([\w/]+\.py):(\w[\w.]*)`", text):
+        assert name in _definitions(_PACKAGE / file), f"{file}:{name}"
+    for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
+        assert name in _definitions(_ROOT / "tests/cpu" / file), f"{file}::{name}"
+
+
+def test_every_module_has_its_line() -> None:
+    text = (_ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        name = path.relative_to(_PACKAGE)
+        # Folders of one operator or one family each share a line.
+        is_alike = path.name == "reference.py" or name.parent == Path("demo/families")
+        line = f"`{name.parent}/`" if is_alike else f"`{name}`"
+        assert line in text or path.name == "__init__.py", name
+
+
+def test_every_invariant_has_its_line_once() -> None:
+    text = (_ROOT / "docs/invariants.md").read_text(encoding="utf-8")
+    listed: list[int] = []
+    for cell in re.findall(r"^\| (I\d[I\d, –]*) \|", text, flags=re.MULTILINE):
+        for part in cell.split(","):
+            first, *last = map(int, re.findall(r"\d+", part))
+            listed += range(first, (last[0] if last else first) + 1)
+    assert sorted(listed) == list(_INVARIANTS)
