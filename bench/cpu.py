@@ -50,11 +50,10 @@ def prompt(number: int, length: int, vocab_size: int) -> list[int]:
 class Ours:
     """Our engine at one layout."""
 
-    def __init__(self, model: str, num_stages: int, num_threads: int) -> None:
+    def __init__(self, model: str, num_stages: int) -> None:
         self.llm = LLM(
             model,
             pipeline_parallel_size=num_stages,
-            num_threads=num_threads,
             show_progress=False,
             log_level="warning",
         )
@@ -63,12 +62,17 @@ class Ours:
 
     def decode(self, batch: int) -> float:
         """Output tokens a second, prefill left out."""
-        return self._decode(batch)[0]
+        prompts = [prompt(number, PROMPT_TOKENS, self._vocab_size) for number in range(batch)]
+        params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        first = max(output.timings.first_token_seconds or 0.0 for output in outputs)
+        last = max(output.timings.total_seconds for output in outputs)
+        return batch * (DECODE_TOKENS - 1) / (last - first)
 
     def shares(self, batch: int) -> StepShares:
         before = self.llm.stats()
         began = time.perf_counter()
-        _, decode_seconds = self._decode(batch)
+        self.decode(batch)
         elapsed = time.perf_counter() - began
         after = self.llm.stats()
         forward = after.forward_seconds - before.forward_seconds
@@ -80,14 +84,6 @@ class Ours:
             outside_forward=1.0 - forward / elapsed,
             stage_idle=tuple(1.0 - seconds / elapsed for seconds in busy),
         )
-
-    def _decode(self, batch: int) -> tuple[float, float]:
-        prompts = [prompt(number, PROMPT_TOKENS, self._vocab_size) for number in range(batch)]
-        params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        first = max(output.timings.first_token_seconds or 0.0 for output in outputs)
-        last = max(output.timings.total_seconds for output in outputs)
-        return batch * (DECODE_TOKENS - 1) / (last - first), last - first
 
     def prefill(self, number: int) -> float:
         """Prompt tokens a second."""
@@ -228,11 +224,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     folder = checkpoint_folder(arguments.model)
-    num_cores = len(os.sched_getaffinity(0))
-    ours = {
-        "stagecoach pp1": Ours(arguments.model, 1, num_cores),
-        "stagecoach pp2": Ours(arguments.model, 2, max(1, num_cores // 2)),
-    }
+    ours = {f"stagecoach pp{stages}": Ours(arguments.model, stages) for stages in (1, 2)}
     systems: dict[str, Any] = {
         **ours,
         PEER: Mlx(folder, mx.float32),

@@ -59,9 +59,7 @@ def evaluate_model(
         if tasks.grade(example, parsed):
             num_right[example.family] += 1
         else:
-            wrong.append(
-                WrongAnswer(task=example.family, index=index, answer=completion.text)
-            )
+            wrong.append(WrongAnswer(task=example.family, index=index, answer=completion.text))
     engine = llm.config.engine
     return EvaluationReport(
         model=engine.model,

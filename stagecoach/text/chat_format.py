@@ -333,15 +333,15 @@ def _thinking_effort_body(effort: str) -> str:
 def _tool_choice_body(tool_choice: str) -> str:
     duty = "MUST call tools" if tool_choice == "required" else "MUST NOT call any tools"
     return (
-        f"The system is invoked with `tool_choice={tool_choice}`.\n"
-        f"You {duty} in the next message."
+        f"The system is invoked with `tool_choice={tool_choice}`.\nYou {duty} in the next message."
     )
 
 
 def _response_format_body(response_format: Mapping[str, Any] | str | None) -> str:
-    is_mapping = isinstance(response_format, Mapping)
-    format_type = response_format.get("type") if is_mapping else response_format
-    if format_type in (None, "text"):
+    if isinstance(response_format, str) or response_format is None:
+        response_format = {"type": response_format or "text"}
+    format_type = response_format.get("type")
+    if format_type == "text":
         return ""
     if format_type not in ("json_object", "json_schema"):
         raise ValueError(f"response_format: unknown type {format_type!r}")
@@ -352,7 +352,7 @@ def _response_format_body(response_format: Mapping[str, Any] | str | None) -> st
     )
     if format_type == "json_object":
         return body
-    schema = response_format.get("json_schema") if is_mapping else None
+    schema = response_format.get("json_schema")
     if not isinstance(schema, Mapping):
         raise ValueError("response_format: json_schema needs a schema")
     schema = schema.get("schema", schema)
@@ -362,7 +362,7 @@ def _response_format_body(response_format: Mapping[str, Any] | str | None) -> st
     )
 
 
-# Parsing. Events in order: ("open", tag and attributes), ("close", tag), ("text", text), ("end", "").
+# Parsing. Events: ("open", tag and attributes), ("close", tag), ("text", text), ("end", "").
 
 _MARKER = re.compile("|".join(map(re.escape, (OPEN, CLOSE, SEP, END_OF_MESSAGE))))
 _ATTRIBUTE = re.compile(r'([\w-]+)="([^"]*)"')
@@ -378,7 +378,7 @@ def parse(
 
     Channels that are never closed end where the next one opens, or at the end.
     """
-    texts = {"think": [], "response": []}
+    texts: dict[str | None, list[str]] = {"think": [], "response": []}
     calls: list[ToolCall] = []
     call = _CallParser()
     current: str | None = channel
@@ -445,9 +445,7 @@ def _typed(text: str, type_name: str | None) -> object:
         return text
 
 
-def _events(
-    output: Sequence[int] | str, tokenizer: Tokenizer | None
-) -> Iterator[tuple[str, str]]:
+def _events(output: Sequence[int] | str, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
     pieces = _pieces_of_text(output) if isinstance(output, str) else _pieces(output, tokenizer)
     opened: str | None = None
     tag = ""

@@ -213,10 +213,10 @@ def _eos_token_ids(
     for name in END_TOKEN_NAMES:
         if name in special_ids:
             yield special_ids[name]
-    named = config.get("eos_token")
-    name = named["content"] if isinstance(named, dict) else named
-    if name in special_ids:
-        yield special_ids[name]
+    eos_token = config.get("eos_token")
+    eos_name = eos_token["content"] if isinstance(eos_token, dict) else eos_token
+    if eos_name in special_ids:
+        yield special_ids[eos_name]
     for file_name in ("generation_config.json", "config.json"):
         token_ids = _read_json(folder / file_name).get("eos_token_id")
         if token_ids is not None:

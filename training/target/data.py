@@ -1,4 +1,4 @@
-"""Batches for training and evaluation, made on the fly.
+"""Batches for training, made on the fly.
 
 A batch holds separate right-padded conversations of one length bucket, `TOKENS_PER_BATCH` tokens
 in all. The model is causal and every row starts fresh, so padding needs no mask but a weight of 0.
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stagecoach.demo.example import Example
-from stagecoach.demo.tasks import FAMILIES, generate
+from stagecoach.demo.families import retrieval
+from stagecoach.demo.tasks import generate
 from stagecoach.text.chat_format import Segment, answer_segments, render_segments
 from stagecoach.text.tokenizer import Tokenizer, load_tokenizer
 from training.target.configuration import EOS_TOKEN_ID, PAD_TOKEN_ID
@@ -27,16 +28,30 @@ TOKENS_PER_BATCH = 98_304
 BUCKETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 PLAIN_TEXT_BUCKET = 512
 
-# Examples drawn of each kind, out of the sum. "plain_text" draws documents.
-MIX = {
-    "arithmetic": 24,
-    "tool_calls": 18,
-    "extraction": 12,
-    "retrieval": 14,
-    "multi_turn": 12,
-    "lists_dates": 22,
-    "small_talk": 1,
-    "plain_text": 6,
+# Examples drawn of each kind, out of the sum. "plain_text" draws documents; "people" is the kind of
+# retrieval that is learnt last.
+MIXES = {
+    "whole": {
+        "arithmetic": 24,
+        "tool_calls": 18,
+        "extraction": 12,
+        "retrieval": 14,
+        "multi_turn": 12,
+        "lists_dates": 22,
+        "small_talk": 1,
+        "plain_text": 6,
+    },
+    "retrieval": {
+        "arithmetic": 9,
+        "tool_calls": 5,
+        "extraction": 3,
+        "retrieval": 10,
+        "people": 45,
+        "multi_turn": 7,
+        "lists_dates": 20,
+        "small_talk": 1,
+        "plain_text": 1,
+    },
 }
 # A prompt's tokens weigh at most this much each, and together at most half of the answer.
 MAX_PROMPT_WEIGHT = 0.1
@@ -47,11 +62,10 @@ LENGTH_CURRICULUM = ((0.06, 768), (0.15, 1536), (0.25, 3072), (1.0, 4096))
 
 
 class Row(NamedTuple):
-    """A tokenised conversation: ids, the weight of each as a target, and where the answer starts."""
+    """A tokenised conversation: ids, and the weight of each as a target."""
 
     ids: list[int]
     weights: list[float]
-    answer_start: int
 
 
 class Batch(NamedTuple):
@@ -59,14 +73,6 @@ class Batch(NamedTuple):
 
     ids_BT: np.ndarray
     weights_BT: np.ndarray
-
-
-class EvaluationBatch(NamedTuple):
-    """A batch of held-out examples; the mask marks the tokens that greedy decoding must give."""
-
-    ids_BT: np.ndarray
-    answer_BT: np.ndarray
-    families: list[str]
 
 
 class RowMaker:
@@ -98,17 +104,15 @@ class RowMaker:
             response_format=example.response_format,
             thinking=example.thinking,
         )
-        answer_start = 0
-        for segments in (prompt, answer_segments(example.answer_message, thinking=example.thinking)):
-            answer_start = len(ids)
-            for segment in segments:
-                tokens = self._encode(segment)
-                ids += tokens
-                is_answer += [segment.is_assistant] * len(tokens)
+        answer = answer_segments(example.answer_message, thinking=example.thinking)
+        for segment in (*prompt, *answer):
+            tokens = self._encode(segment)
+            ids += tokens
+            is_answer += [segment.is_assistant] * len(tokens)
         num_answer = sum(is_answer)
         prompt_weight = min(MAX_PROMPT_WEIGHT, 0.5 * num_answer / (len(ids) - num_answer))
         weights = [1.0 if answer else prompt_weight for answer in is_answer]
-        return Row(ids, weights, answer_start)
+        return Row(ids, weights)
 
     def plain_text(self, document: str, source: random.Random) -> Row:
         """A window of a document, from its start or from the start of a word."""
@@ -116,7 +120,7 @@ class RowMaker:
         start = document.find(" ", start) + 1 if start else 0
         ids = self._tokenizer.encode(document[start : start + 2400])
         ids = [*ids, EOS_TOKEN_ID][:PLAIN_TEXT_BUCKET]
-        return Row(ids, [PLAIN_TEXT_WEIGHT] * len(ids), len(ids))
+        return Row(ids, [PLAIN_TEXT_WEIGHT] * len(ids))
 
 
 def pad(rows: list[Row], bucket: int) -> Batch:
@@ -129,31 +133,37 @@ def pad(rows: list[Row], bucket: int) -> Batch:
     return Batch(ids_BT, weights_BT)
 
 
-def longest_row(progress: float) -> int:
+def longest_row(progress: float, mix: str) -> int:
     """The longest row that training takes after this share of it."""
+    if mix != "whole":
+        return BUCKETS[-1]
     return next(length for share, length in LENGTH_CURRICULUM if progress <= share)
 
 
 def training_batches(
-    seed: int, worker: int, tokenizer_folder: Path, documents: list[str], progress: Synchronized,
-    tokens_per_batch: int = TOKENS_PER_BATCH,
+    seed: int, worker: int, tokenizer_folder: Path, documents: list[str], mix: dict[str, int],
+    longest: Synchronized, tokens_per_batch: int,
 ) -> Iterator[Batch]:  # fmt: skip
     """Endless batches of one worker. No two workers or seeds draw the same examples."""
     source = random.Random(f"{seed}/{worker}")
     maker = RowMaker(load_tokenizer(tokenizer_folder))
     pools: dict[int, list[Row]] = {bucket: [] for bucket in BUCKETS}
-    families = [name for name in MIX if documents or name != "plain_text"]
-    weights = [MIX[name] for name in families]
+    families = [name for name in mix if documents or name != "plain_text"]
+    weights = [mix[name] for name in families]
     index = 0
     while True:
-        longest = longest_row(progress.value)
         for family in source.choices(families, weights, k=256):
             index += 1
             if family == "plain_text":
                 row = maker.plain_text(source.choice(documents), source)
+            elif family == "people":
+                example = retrieval.draw_people(source)
+                if example.split != "train":
+                    continue
+                row = maker.conversation(example)
             else:
                 row = maker.conversation(generate(family, seed, index * 1024 + worker, "train"))
-            if len(row.ids) > longest:
+            if len(row.ids) > longest.value:
                 continue
             bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(row.ids))]
             pool = pools[bucket]
@@ -172,22 +182,24 @@ class BatchStream:
     """Worker processes that make training batches ahead."""
 
     def __init__(
-        self, num_workers: int, seed: int, tokenizer_folder: Path, documents_file: Path | None
-    ) -> None:
+        self, num_workers: int, seed: int, tokenizer_folder: Path, documents_file: Path | None,
+        mix: dict[str, int], tokens_per_batch: int,
+    ) -> None:  # fmt: skip
         context = multiprocessing.get_context("fork")
         documents = json.loads(documents_file.read_text()) if documents_file else []
         self._queue: Queue = context.Queue(maxsize=64)
-        self.progress: Synchronized = context.Value("d", 0.0)
+        self._longest: Synchronized = context.Value("i", LENGTH_CURRICULUM[0][1])
+        shared = (tokenizer_folder, documents, mix, self._longest, tokens_per_batch)
         self._workers = [
-            context.Process(
-                target=_work,
-                args=(self._queue, seed, worker, tokenizer_folder, documents, self.progress),
-                daemon=True,
-            )
+            context.Process(target=_work, args=(self._queue, seed, worker, *shared), daemon=True)
             for worker in range(num_workers)
         ]
         for worker in self._workers:
             worker.start()
+
+    def set_longest_row(self, length: int) -> None:
+        """Let workers make rows up to this length."""
+        self._longest.value = length
 
     def next(self) -> Batch:
         """The next batch of any worker."""
@@ -201,28 +213,3 @@ class BatchStream:
         """End the workers."""
         for worker in self._workers:
             worker.terminate()
-
-
-def evaluation_batches(
-    examples_per_family: int, seed: int, tokenizer_folder: Path,
-    tokens_per_batch: int = TOKENS_PER_BATCH,
-) -> Iterator[EvaluationBatch]:  # fmt: skip
-    """Held-out examples of every family, in batches of the training shapes."""
-    maker = RowMaker(load_tokenizer(tokenizer_folder))
-    pools: dict[int, list[tuple[str, Row]]] = {bucket: [] for bucket in BUCKETS}
-    for family in FAMILIES:
-        for index in range(examples_per_family):
-            row = maker.conversation(generate(family, seed, index, "held_out"))
-            bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(row.ids))]
-            pools[bucket].append((family, row))
-    for bucket, pool in pools.items():
-        num_rows = max(1, tokens_per_batch // bucket)
-        for start in range(0, len(pool), num_rows):
-            part = pool[start : start + num_rows]
-            rows = [row for _, row in part]
-            answer_BT = np.zeros((num_rows, bucket), dtype=bool)
-            for index, row in enumerate(rows):
-                answer_BT[index, row.answer_start : len(row.ids)] = True
-            filler = Row([PAD_TOKEN_ID], [0.0], 1)
-            batch = pad([*rows, *[filler] * (num_rows - len(rows))], bucket)
-            yield EvaluationBatch(batch.ids_BT, answer_BT, [family for family, _ in part])

@@ -1,4 +1,4 @@
-"""Write a trained target as the published checkpoint layout."""
+"""A trained target in the published checkpoint layout: writing it, and reading it back."""
 
 import argparse
 import json
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from training.target.configuration import generation_config, root_config, text_config
-from training.target.mxfp4 import quantize
+from training.target.mxfp4 import dequantize, quantize
 
 PREFIX = "language_model."
 NUM_SHARDS = 2
@@ -74,16 +74,35 @@ def write_checkpoint(state: dict[str, Tensor], folder: Path) -> None:
     _write_json(folder / "generation_config.json", generation_config())
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by their published names."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    tensors: dict[str, Tensor] = {}
+    for file_name in sorted(set(index["weight_map"].values())):
+        tensors |= load_file(folder / file_name)
+    assert sorted(tensors) == sorted(index["weight_map"])
+    return tensors
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, folder: Path) -> None:
+    """Give the training model the weights of a checkpoint."""
+    tensors = {name.removeprefix(PREFIX): value for name, value in read_tensors(folder).items()}
+    for name, value in model.state_dict().items():
+        stem, _, last = name.rpartition(".")
+        if stem.endswith("block_sparse_moe.experts"):
+            for expert in range(value.shape[0]):
+                path = f"{stem}.{expert}.{last}"
+                packed, scale = tensors[f"{path}.weight_packed"], tensors[f"{path}.weight_scale"]
+                value[expert] = dequantize(packed, scale)
+        elif name.endswith("A_log"):
+            value.copy_(tensors[name][: value.numel()])
+        else:
+            value.copy_(tensors[name])
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(f"{json.dumps(value, indent=2)}\n", encoding="utf-8")
-
-
-def read_masters(folder: Path) -> dict[str, Tensor]:
-    """The float32 weights that training left in parts."""
-    state: dict[str, Tensor] = {}
-    for part in sorted(folder.glob("masters-*.pt")):
-        state |= torch.load(part, weights_only=True)
-    return state
 
 
 def random_state(seed: int) -> dict[str, Tensor]:
@@ -103,17 +122,12 @@ def random_state(seed: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Write an untrained checkpoint, to check the arithmetic before any training."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", type=Path, help="the checkpoint folder")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--masters", type=Path, help="folder with masters-*.pt")
-    source.add_argument("--random-seed", type=int, help="export an untrained model instead")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.masters is None:
-        state = random_state(arguments.random_seed)
-    else:
-        state = read_masters(arguments.masters)
-    write_checkpoint(state, arguments.out)
+    write_checkpoint(random_state(arguments.seed), arguments.out)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,12 @@ def mix(blocks: list[Tensor], partial: Tensor, norm: Tensor, proj: Tensor, eps: 
 
 
 def mix_and_norm(
-    blocks: list[Tensor], partial: Tensor, norm: Tensor, proj: Tensor, layer_norm: Tensor, eps: float
+    blocks: list[Tensor],
+    partial: Tensor,
+    norm: Tensor,
+    proj: Tensor,
+    layer_norm: Tensor,
+    eps: float,
 ) -> Tensor:
     """What a sublayer reads."""
     mixed = mix(blocks, partial, norm, proj, eps) if blocks else partial

@@ -63,6 +63,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
+# Matrices that Muon leaves alone: the router, single output rows, and the convolutions.
+_ADAM_NAMES = ("res_proj", "conv1d", "moe.gate.", "self_attn.b_proj")
+
+
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], dict[str, list[nn.Parameter]]]:
     """The parameters for Muon, and those for Adam by kind."""
     matrices: list[nn.Parameter] = []
@@ -72,9 +76,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], dict[str, li
             others["embedding"].append(parameter)
         elif "lm_head" in name:
             others["head"].append(parameter)
-        elif parameter.ndim < 2 or any(
-            part in name for part in ("res_proj", "conv1d", "gate.weight", "b_proj.weight")
-        ) and "f_b" not in name and "q_b" not in name and "kv_b" not in name:
+        elif parameter.ndim < 2 or any(part in name for part in _ADAM_NAMES):
             others["rest"].append(parameter)
         else:
             matrices.append(parameter)

@@ -8,30 +8,30 @@ import json
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from training.target.configuration import text_config
-from training.target.data import BatchStream, evaluation_batches
+from training.target.data import MIXES, TOKENS_PER_BATCH, BatchStream, longest_row
+from training.target.export import load_checkpoint, write_checkpoint
 from training.target.model import Target, fused_kda, kda_chunked
-from training.target.mxfp4 import fake_quantize
 from training.target.optimizer import Muon, split_parameters
 
-NUM_MASTER_PARTS = 4
 WARM_UP_STEPS = 100
-DECAY_FROM = 0.55
 LAST_RATE = 0.01
 REFERENCE_WEIGHT = 1e4
 BALANCE_RATE = 1e-3
 
 
-def rate_factor(step: int, progress: float) -> float:
+def rate_factor(step: int, progress: float, decay_from: float) -> float:
     """The learning rate as a share of its peak."""
-    if progress > DECAY_FROM:
-        left = max(0.0, (1 - progress) / (1 - DECAY_FROM))
-        return LAST_RATE + (1 - LAST_RATE) * left
-    return min(1.0, (step + 1) / WARM_UP_STEPS)
+    warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
+    if progress <= decay_from:
+        return warm_up
+    left = max(0.0, (1 - progress) / (1 - decay_from))
+    return warm_up * (LAST_RATE + (1 - LAST_RATE) * left)
 
 
 class Training:
@@ -78,7 +78,7 @@ class Training:
         # Between a mean, which makes few answers loud, and a sum, which makes them silent.
         (loss_sum / (total_weight * REFERENCE_WEIGHT).sqrt()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        factor = rate_factor(self.step, self.progress)
+        factor = rate_factor(self.step, self.progress, self.arguments.decay_from)
         for group in self.adam.param_groups:
             group["lr"] = self.arguments.rate * factor * group["scale"]
         self.adam.step()
@@ -109,63 +109,44 @@ class Training:
         self.adam.load_state_dict(saved["adam"])
         self.step, self.seconds, self.num_tokens = saved["counts"]
 
-    def export_masters(self, folder: Path) -> None:
-        """Write the float32 weights in parts of equal numbers of bytes."""
-        state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
-        total = sum(value.numel() for value in state.values())
-        parts: list[dict[str, Tensor]] = [{} for _ in range(NUM_MASTER_PARTS)]
-        used = [0] * NUM_MASTER_PARTS
-        for name, value in sorted(state.items(), key=lambda item: -item[1].numel()):
-            smallest = used.index(min(used))
-            parts[smallest][name] = value
-            used[smallest] += value.numel()
-        for number, part in enumerate(parts):
-            torch.save(part, folder / f"masters-{number}.pt")
-        print(f"{total} parameters and buffers written", flush=True)
 
+def take_first_working_configuration() -> None:
+    """Spare a short call Triton's search: each kernel takes its first configuration that runs."""
+    from triton.runtime.autotuner import Autotuner
 
-@torch.no_grad()
-def evaluate(training: Training, num_examples: int, seed: int) -> dict[str, float]:
-    """Share of held-out examples whose whole answer is the argmax at every token.
+    prune, bench = Autotuner.prune_configs, Autotuner._bench
 
-    The answer's tokens are given as prefix, so this is what greedy decoding would get exactly
-    right, think channel included. Weights are as the checkpoint holds them.
-    """
-    model = training.model.eval()
-    masters = {name: value.clone() for name, value in model.named_parameters()}
-    for name, value in model.named_parameters():
-        if "experts.w" in name:
-            value.copy_(fake_quantize(value))
-        elif "conv1d" not in name and not name.endswith(("A_log", "dt_bias", "o_norm.weight")):
-            value.copy_(value.bfloat16())
-    right: dict[str, int] = defaultdict(int)
-    for batch in evaluation_batches(num_examples, seed, training.arguments.tokenizer):
-        ids_BT = torch.from_numpy(batch.ids_BT).to(training.device, torch.long)
-        answer_BT = torch.from_numpy(batch.answer_BT).to(training.device)
-        hidden = model.model(ids_BT, model.dtype)
-        head = model.lm_head.weight.to(model.dtype)
-        chosen_BT = torch.cat([(part @ head.T).argmax(-1) for part in hidden.split(16384)])
-        chosen_BT = torch.roll(chosen_BT.view(ids_BT.shape), 1, dims=1)
-        is_right = ((chosen_BT == ids_BT) | ~answer_BT).all(dim=1).tolist()
-        for family, row_is_right in zip(batch.families, is_right, strict=False):
-            right[family] += row_is_right
-    for name, value in model.named_parameters():
-        value.copy_(masters[name])
-    model.train()
-    return {family: count / num_examples for family, count in right.items()}
+    def prune_configs(self: Any, *arguments: Any, **named: Any) -> list[Any]:
+        configs = prune(self, *arguments, **named)
+        self.has_found = False
+        middle = len(configs) // 2
+        return [*configs[middle:], *configs[:middle]]
+
+    def bench_until_found(self: Any, *arguments: Any, **named: Any) -> list[float]:
+        if self.has_found:
+            return [float("inf")] * 3
+        times = bench(self, *arguments, **named)
+        self.has_found = min(times) < float("inf")
+        return times
+
+    Autotuner.prune_configs, Autotuner._bench = prune_configs, bench_until_found
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train until the call's time is over."""
     started = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    training_seed = arguments.seed + (1 if arguments.resume.exists() else 0)
     stream = BatchStream(
-        arguments.workers, training_seed, arguments.tokenizer, arguments.documents
-    )
+        arguments.workers, arguments.seed, arguments.tokenizer, arguments.documents,
+        MIXES[arguments.mix], arguments.tokens_per_batch,
+    )  # fmt: skip
+    if arguments.skip_search:
+        take_first_working_configuration()
     training = Training(arguments)
     if arguments.resume.exists():
         training.load(arguments.resume)
+    elif arguments.from_checkpoint is not None:
+        load_checkpoint(training.model, arguments.from_checkpoint)
     log = (arguments.out / "log.jsonl").open("a")
 
     def report(**values: object) -> None:
@@ -176,9 +157,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     losses: dict[int, list[Tensor]] = defaultdict(list)
     last_report = clock = time.monotonic()
-    next_evaluation = time.monotonic() + arguments.evaluate_every
+    is_half_kept = False
     report(ready_after=round(clock - started, 1))
     while training.progress < 1.0 and time.monotonic() - started < arguments.call_seconds:
+        stream.set_longest_row(longest_row(training.progress, arguments.mix))
         batch = stream.next()
         ids_BT = torch.from_numpy(batch.ids_BT).to(training.device, torch.long, non_blocking=True)
         weights_BT = torch.from_numpy(batch.weights_BT).to(training.device, non_blocking=True)
@@ -187,53 +169,53 @@ def run(arguments: argparse.Namespace) -> None:
         if training.step % 8 == 0 and training.device.type == "cuda":
             torch.cuda.synchronize()
         now = time.monotonic()
-        training.seconds += now - clock
+        # Steps that compile are long; the schedule does not count them in full.
+        training.seconds += min(now - clock, 1.0)
         clock = now
-        stream.progress.value = training.progress
+        if arguments.fill_call:
+            left = arguments.call_seconds - (now - started)
+            arguments.total_seconds = training.seconds + max(left, 0.0)
         if now - last_report > arguments.report_every:
             means = {
                 length: round(torch.stack(values).mean().item(), 4)
                 for length, values in sorted(losses.items())
             }
             report(
+                call_seconds=round(now - started, 1),
                 million_tokens=round(training.num_tokens / 1e6, 1),
                 waiting=stream.size(),
                 loss=means,
-                imbalance=[
-                    round(layer.gate.e_score_correction_bias.abs().max().item(), 3)
-                    for layer in training.model.moe_layers()
-                ][::3],
             )
             losses.clear()
             last_report = now
-        if now > next_evaluation:
-            report(scores=evaluate(training, arguments.examples // 2, seed=1))
-            next_evaluation = clock = time.monotonic()
-            next_evaluation += arguments.evaluate_every
+        if training.progress > 0.6 and not is_half_kept:
+            write_checkpoint(training.model.state_dict(), arguments.out)
+            is_half_kept = True
     stream.close()
+    write_checkpoint(training.model.state_dict(), arguments.out)
     training.save(arguments.resume)
-    training.export_masters(arguments.out)
     report(million_tokens=round(training.num_tokens / 1e6, 1), after=time.monotonic() - started)
-    report(scores=evaluate(training, arguments.examples, seed=2))
-    if training.device.type == "cuda":
-        report(memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, default=Path("stagecoach/demo/checkpoint"))
     parser.add_argument("--documents", type=Path, help="JSON list of plain-text documents")
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights and log")
-    parser.add_argument("--resume", type=Path, required=True, help="file to go on from, and to save")
-    parser.add_argument("--total-seconds", type=float, default=1080.0, help="of the whole training")
-    parser.add_argument("--call-seconds", type=float, default=560.0, help="of this call")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and log")
+    parser.add_argument("--resume", type=Path, required=True, help="file to resume and to save")
+    parser.add_argument("--from-checkpoint", type=Path, help="start from these packed weights")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="whole")
+    parser.add_argument("--total-seconds", type=float, default=930.0, help="of the whole training")
+    parser.add_argument("--call-seconds", type=float, default=545.0, help="of this call")
+    parser.add_argument("--fill-call", action="store_true", help="end the schedule with the call")
+    parser.add_argument("--decay-from", type=float, default=0.55, help="share of the training")
     parser.add_argument("--rate", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=100, help="another for every call")
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--skip-search", action="store_true", help="do not tune Triton kernels")
     parser.add_argument("--grouped", action="store_true", help="sorted experts, not dense ones")
-    parser.add_argument("--examples", type=int, default=400, help="held-out, per family")
-    parser.add_argument("--evaluate-every", type=float, default=150.0, help="seconds")
     parser.add_argument("--report-every", type=float, default=20.0, help="seconds")
     run(parser.parse_args())
 

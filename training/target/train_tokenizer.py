@@ -66,9 +66,7 @@ def train_ranks(documents: list[str]) -> dict[bytes, int]:
     vocab = backend.get_vocab()
     tokens = [bytes(byte_of_char[char] for char in token) for token in sorted(vocab, key=vocab.get)]
     merged = [token for token in tokens if len(token) > 1]
-    return {
-        token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *merged])
-    }
+    return {token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *merged])}
 
 
 def write_tokenizer(ranks: dict[bytes, int], folder: Path) -> None:

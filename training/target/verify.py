@@ -13,26 +13,13 @@ import mlx.nn as nn
 import numpy as np
 import torch
 from mlx_lm.models import kimi_k3
-from safetensors import safe_open
-from torch import Tensor
 
 from stagecoach.demo.tasks import FAMILIES, generate, grade
 from stagecoach.text.chat_format import parse, render
 from stagecoach.text.tokenizer import load_tokenizer
-from training.target.export import PREFIX
+from training.target.configuration import text_config
+from training.target.export import load_checkpoint, read_tensors
 from training.target.model import Target
-from training.target.mxfp4 import dequantize
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the checkpoint."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    tensors: dict[str, Tensor] = {}
-    for file_name in sorted(set(index["weight_map"].values())):
-        with safe_open(folder / file_name, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert sorted(tensors) == sorted(index["weight_map"])
-    return tensors
 
 
 def load_oracle(folder: Path) -> kimi_k3.Model:
@@ -49,7 +36,7 @@ def load_oracle(folder: Path) -> kimi_k3.Model:
         group_size=32,
         bits=4,
         mode="mxfp4",
-        class_predicate=lambda path, module: "switch_mlp" in path and hasattr(module, "to_quantized"),
+        class_predicate=lambda path, part: "switch_mlp" in path and hasattr(part, "to_quantized"),
     )
     model.load_weights(list(weights.items()), strict=True)
     mx.eval(model.parameters())
@@ -58,22 +45,8 @@ def load_oracle(folder: Path) -> kimi_k3.Model:
 
 def load_training_model(folder: Path) -> Target:
     """The training model with the checkpoint's weights, in float32."""
-    config = json.loads((folder / "config.json").read_text())["text_config"]
-    model = Target(config)
-    state = model.state_dict()
-    tensors = {name.removeprefix(PREFIX): t for name, t in read_tensors(folder).items()}
-    num_heads = config["linear_attn_config"]["num_heads"]
-    for name, value in state.items():
-        stem, _, last = name.rpartition(".")
-        if stem.endswith("block_sparse_moe.experts"):
-            for expert in range(config["num_experts"]):
-                path = f"{stem}.{expert}.{last}"
-                packed, scale = tensors[f"{path}.weight_packed"], tensors[f"{path}.weight_scale"]
-                value[expert] = dequantize(packed, scale)
-        elif name.endswith("A_log"):
-            value.copy_(tensors[name][:num_heads])
-        else:
-            value.copy_(tensors[name])
+    model = Target(text_config())
+    load_checkpoint(model, folder)
     return model.eval()
 
 

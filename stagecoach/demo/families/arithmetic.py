@@ -1,5 +1,6 @@
 """Word problems of two to four steps, worked out in the think channel."""
 
+from itertools import pairwise
 from random import Random
 
 from stagecoach.demo.example import Example, answer, user
@@ -34,7 +35,9 @@ def _stock(random: Random) -> tuple[str, list[str], str]:
     name, other = random.sample(FIRST_NAMES, 2)
     item = random.choice(COUNTABLE_ITEMS)
     total = random.randint(2, 60)
-    sentences = [random.choice((f"{name} has {total} {item}.", f"{name} starts with {total} {item}."))]
+    sentences = [
+        random.choice((f"{name} has {total} {item}.", f"{name} starts with {total} {item}."))
+    ]
     steps: list[str] = []
     for _ in range(random.randint(2, 4)):
         kind = random.choice("bbggmdx")
@@ -104,7 +107,11 @@ def _shopping(random: Random) -> tuple[str, list[str], str]:
         f"{costs[0]} + {costs[1]} = {total}.",
     ]
     if random.random() < 0.5:
-        return f"{text} How much does {name} pay?", steps, f"{name} pays {_count(total, 'dollars')}."
+        return (
+            f"{text} How much does {name} pay?",
+            steps,
+            f"{name} pays {_count(total, 'dollars')}.",
+        )
     paid = next(note for note in (20, 50, 100, 200, 300) if note > total)
     steps.append(f"{paid} - {total} = {paid - total}.")
     question = f"{text} {name} pays with {paid} dollars. How much change does {name} get?"
@@ -150,7 +157,7 @@ def _ages(random: Random) -> tuple[str, list[str], str]:
     age = random.randint(3, 20)
     sentences = [f"{names[0]} is {_count(age, 'years')} old."]
     steps = []
-    for previous, name in zip(names, names[1:], strict=False):
+    for previous, name in pairwise(names):
         kind = random.choice(("older", "younger", "twice", "times"))
         if kind == "younger" and age > 4:
             amount = random.randint(1, age - 2)

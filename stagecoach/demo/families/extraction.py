@@ -98,9 +98,7 @@ FIELDS: dict[str, Field] = {
         ("The employee id is {value}.", "{who} has the number {value} in our files."),
     ),
     "married": Field(_BOOLEAN, lambda r: r.random() < 0.5, ("{who} is {not}married.",)),
-    "member": Field(
-        _BOOLEAN, lambda r: r.random() < 0.5, ("{who} is {not}a member of the club.",)
-    ),
+    "member": Field(_BOOLEAN, lambda r: r.random() < 0.5, ("{who} is {not}a member of the club.",)),
     "vegetarian": Field(_BOOLEAN, lambda r: r.random() < 0.5, ("{who} is {not}a vegetarian.",)),
     "languages": Field(
         _STRINGS,
@@ -120,9 +118,7 @@ FIELDS: dict[str, Field] = {
         lambda r: f"{r.choice(ADJECTIVES)} {r.choice(NOUNS)}",
         ("The current project is called {value}.", "{who} leads the project {value}."),
     ),
-    "pet": Field(
-        _STRING, lambda r: r.choice(NOUNS), ("{who} keeps a pet named {value}.",)
-    ),
+    "pet": Field(_STRING, lambda r: r.choice(NOUNS), ("{who} keeps a pet named {value}.",)),
 }
 _FILLERS = (
     "The weather was fine that day.",
@@ -159,7 +155,11 @@ def draw(random: Random) -> Example:
         field = FIELDS[name]
         value = values[name] = field.draw(random)
         sentence = random.choice(field.sentences)
-        words = {"who": first_name, "value": in_words(value), "not": "" if value is True else "not "}
+        words = {
+            "who": first_name,
+            "value": in_words(value),
+            "not": "" if value is True else "not ",
+        }
         sentences.append(sentence.format_map(words))
     sentences += random.sample(_FILLERS, random.randint(0, 2))
     random.shuffle(sentences)

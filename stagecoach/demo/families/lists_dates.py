@@ -26,9 +26,7 @@ _POOLS = (ANIMALS, CITIES, COLORS, FIRST_NAMES, GROCERIES, NOUNS)
 def draw(random: Random) -> Example:
     """Draw one question."""
     question, content, reasoning = random.choice(_KINDS)(random)
-    return Example(
-        family=FAMILY, messages=(user(question),), expected=answer(content, reasoning)
-    )
+    return Example(family=FAMILY, messages=(user(question),), expected=answer(content, reasoning))
 
 
 def _words(random: Random, least: int = 3, most: int = 7) -> list[str]:
@@ -37,7 +35,9 @@ def _words(random: Random, least: int = 3, most: int = 7) -> list[str]:
 
 def _sort_words(random: Random) -> tuple[str, str, str]:
     words = _words(random, 3, 6)
-    ask = random.choice(("Sort these words alphabetically", "Put these words in alphabetical order"))
+    ask = random.choice(
+        ("Sort these words alphabetically", "Put these words in alphabetical order")
+    )
     return f"{ask}: {', '.join(words)}.", ", ".join(sorted(words)), ""
 
 
@@ -98,7 +98,11 @@ def _sum(random: Random) -> tuple[str, str, str]:
     for number in numbers[1:]:
         steps.append(f"{total} + {number} = {total + number}.")
         total += number
-    return f"Add up these numbers: {', '.join(map(str, numbers))}.", f"The sum is {total}.", " ".join(steps)
+    return (
+        f"Add up these numbers: {', '.join(map(str, numbers))}.",
+        f"The sum is {total}.",
+        " ".join(steps),
+    )
 
 
 def _say_date(day: date) -> str:
@@ -117,7 +121,10 @@ def _add_days(random: Random) -> tuple[str, str, str]:
     if end.month != day.month:
         reasoning += f" {day.day + amount} - {length} = {end.day}."
     question = random.choice(
-        (f"Which date is {amount} days after {_say_date(day)}?", f"Today is {_say_date(day)}. Which date is it in {amount} days?")
+        (
+            f"Which date is {amount} days after {_say_date(day)}?",
+            f"Today is {_say_date(day)}. Which date is it in {amount} days?",
+        )
     )
     return question, f"It is {_say_date(end)}.", reasoning
 

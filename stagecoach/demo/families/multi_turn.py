@@ -69,7 +69,10 @@ def _profile(random: Random) -> tuple[Turns, str, str]:
     if random.random() < 0.2:
         # The newest statement counts.
         value = random.choice(asked[1])
-        turns += [user(f"Sorry, I was wrong. {asked[2].format(value)}"), assistant(asked[3].format(value))]
+        turns += [
+            user(f"Sorry, I was wrong. {asked[2].format(value)}"),
+            assistant(asked[3].format(value)),
+        ]
         values[asked[0]] = value
     return [*turns, user(asked[4])], asked[5].format(values[asked[0]]), ""
 
@@ -90,7 +93,11 @@ def _list(random: Random) -> tuple[Turns, str, str]:
         turns += [user(request), assistant(reply)]
     if random.random() < 0.3:
         turns.append(user("How many things are on my list?"))
-        return turns, f"There are {len(things)} on your list.", f"{', '.join(things)}: {len(things)}."
+        return (
+            turns,
+            f"There are {len(things)} on your list.",
+            f"{', '.join(things)}: {len(things)}.",
+        )
     if random.random() < 0.3:
         index = random.randrange(len(things))
         turns.append(user(f"What is the {ORDINALS[index]} thing on my list?"))
@@ -123,7 +130,11 @@ def _quote(random: Random) -> tuple[Turns, str, str]:
     questions = []
     for _ in range(random.randint(1, 4)):
         what = f"{random.choice(ADJECTIVES)} {random.choice(NOUNS)}"
-        questions.append(random.choice((f"Do you like the {what}?", f"Where is the {what}?", f"Who made the {what}?")))
+        questions.append(
+            random.choice(
+                (f"Do you like the {what}?", f"Where is the {what}?", f"Who made the {what}?")
+            )
+        )
         turns += [user(questions[-1]), assistant(f"I cannot say much about the {what}.")]
     index = random.randrange(len(questions))
     turns.append(user(f"What was my {ORDINALS[index]} question?"))

@@ -26,6 +26,16 @@ def draw(random: Random) -> Example:
     num_chars = int(MIN_CHARS * (MAX_CHARS / MIN_CHARS) ** random.random())
     kind = random.choice((_keys, _keys, _people, _needle))
     question, content = kind(random, num_chars)
+    return _example(question, content)
+
+
+def draw_people(random: Random) -> Example:
+    """Draw facts about people, the hardest kind, and shorter ones more often. Only training does."""
+    num_chars = int(MIN_CHARS * (MAX_CHARS / MIN_CHARS) ** (random.random() ** 2))
+    return _example(*_people(random, num_chars))
+
+
+def _example(question: str, content: str) -> Example:
     return Example(family=FAMILY, messages=(user(question),), expected=answer(content))
 
 
@@ -36,10 +46,8 @@ def _keys(random: Random, num_chars: int) -> tuple[str, str]:
     used = 0
     while used < num_chars or len(entries) < 2:
         key = f"{random.choice(ADJECTIVES)} {random.choice(NOUNS)}"
-        if random.random() < 0.3:
-            value = random.choice(NOUNS)
-        else:
-            value = str(random.randint(100, 99999))
+        is_word = random.random() < 0.3
+        value = random.choice(NOUNS) if is_word else str(random.randint(100, 99999))
         if key not in entries:
             entries[key] = value
             # Digits are a token each, words about a token per five characters.
@@ -98,11 +106,17 @@ def _needle(random: Random, num_chars: int) -> tuple[str, str]:
     kind = random.choice(("color", "city", "number"))
     if kind == "color":
         value = random.choice(COLORS)
-        needle, question = (f"The {item} {place} is painted {value}.", f"Which color is the {item} {place} painted?")
+        needle, question = (
+            f"The {item} {place} is painted {value}.",
+            f"Which color is the {item} {place} painted?",
+        )
         content = f"The {item} {place} is painted {value}."
     elif kind == "city":
         value = random.choice(CITIES)
-        needle, question = (f"The {item} {place} is kept in {value}.", f"In which city is the {item} {place} kept?")
+        needle, question = (
+            f"The {item} {place} is kept in {value}.",
+            f"In which city is the {item} {place} kept?",
+        )
         content = f"The {item} {place} is kept in {value}."
     else:
         value = str(random.randint(100, 99999))

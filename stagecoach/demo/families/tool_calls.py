@@ -210,8 +210,7 @@ def draw(random: Random) -> Example:
     num_calls = 2 if len(tools) > 1 and random.random() < 0.2 else 1
     chosen = random.sample(tools, num_calls)
     arguments = [
-        {parameter.name: parameter.draw(random) for parameter in tool.parameters}
-        for tool in chosen
+        {parameter.name: parameter.draw(random) for parameter in tool.parameters} for tool in chosen
     ]
     requests = [
         _request(random, tool, values) for tool, values in zip(chosen, arguments, strict=True)
@@ -231,7 +230,7 @@ def _after_result(
     """The turn after a call: say what the tool answered."""
     (call,) = expected.tool_calls
     kind = random.choice(("done", "failed", "reference"))
-    verb, noun = call.name.split("_")
+    noun = call.name.split("_")[1]
     if kind == "done":
         result, content = {"status": "ok"}, f"Done: the tool {call.name} was called."
     elif kind == "failed":
@@ -244,7 +243,9 @@ def _after_result(
     called = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "call_1", "function": {"name": call.name, "arguments": call.arguments}}],
+        "tool_calls": [
+            {"id": "call_1", "function": {"name": call.name, "arguments": call.arguments}}
+        ],
     }
     told = {"role": "tool", "tool_call_id": "call_1", "content": json.dumps(result)}
     return Example(
@@ -356,7 +357,10 @@ def _natural_request(random: Random, name: str) -> tuple[str, dict[str, Any]]:
         )
         return text, {"guests": guests, "name": who, "time": time}
     if name == "translate":
-        language, text = random.choice(LANGUAGES), f"the {_title(random)} is {random.choice(COLORS)}"
+        language, text = (
+            random.choice(LANGUAGES),
+            f"the {_title(random)} is {random.choice(COLORS)}",
+        )
         return f'Translate "{text}" into {language}.', {"language": language, "text": text}
     left, right, operator = random.randint(2, 999), random.randint(2, 999), random.choice("+-*")
     expression = f"{left} {operator} {right}"
