@@ -53,7 +53,8 @@ class EngineConfig:
         default=None,
         metadata={
             "doc": "Memory of one worker for pages and state slots. Default: what the largest "
-            "batch of the longest requests needs, at most a quarter of the free memory."
+            "batch of the longest requests needs; all workers together take at most a quarter "
+            "of the free memory."
         },
     )
     num_gpu_blocks_override: int | None = field(
@@ -76,6 +77,10 @@ class EngineConfig:
             "a thread a worker, for debugging."
         },
     )
+    execute_model_timeout_seconds: int = field(
+        default=300,
+        metadata={"doc": "A step without a result for this long ends the engine: a worker hangs."},
+    )
     num_threads: int | None = field(
         default=None,
         metadata={"doc": "CPU threads of each worker. Default: all cores but one, shared out."},
@@ -94,6 +99,7 @@ class EngineConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("block_size", self.block_size, 1)
+        _at_least("execute_model_timeout_seconds", self.execute_model_timeout_seconds, 1)
         for name in (
             "max_model_len",
             "kv_cache_memory_bytes",

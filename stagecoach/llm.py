@@ -45,6 +45,13 @@ class _Event(NamedTuple):
     news: Progress | StagecoachError
 
 
+class ChatOutput(NamedTuple):
+    """The answers to a conversation, one a completion, and what they were parsed from."""
+
+    messages: list[chat_format.ParsedMessage]
+    request: RequestOutput
+
+
 class LLM:
     """An engine for use from Python.
 
@@ -112,10 +119,17 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         **format_options: Any,
-    ) -> RequestOutput:
-        """Answer a conversation; options as of `chat_format.render` (tools, thinking, ...)."""
+    ) -> ChatOutput:
+        """Answer a conversation; options as of `chat_format.render` (tools, thinking, ...).
+
+        Without `sampling_params` the answer is greedy and as long as the model makes it.
+        """
+        params = sampling_params or SamplingParams(temperature=0.0, max_tokens=None)
         prompt = self.render_chat(messages, **format_options)
-        return self.generate(prompt, sampling_params, use_tqdm=False)[0]
+        [output] = self.generate(prompt, params, use_tqdm=False)
+        return ChatOutput(
+            [chat_format.parse(item.token_ids, self.tokenizer) for item in output.outputs], output
+        )
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **format_options: Any

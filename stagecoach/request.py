@@ -27,7 +27,6 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +143,6 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int  # resolved: never beyond the model's length
-    arrival_time: float = 0.0
     arrival_index: int = 0  # its place in the order of arrival; set when it is queued
 
     epoch: int = 0  # grows at each preemption; results of an older one are dropped
@@ -160,7 +158,6 @@ class Request:
     is_sample_in_flight: bool = False
     num_preemptions: int = 0
     num_steps: int = 0
-    first_token_time: float | None = None
     finish_reason: FinishReason | None = None
 
     @property

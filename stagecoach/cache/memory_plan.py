@@ -105,7 +105,7 @@ def _explain(
     if fitting_length >= 1:
         remedies.append(f"--max-model-len={fitting_length}")
     return (
-        f"too little memory for pages and state slots: worker {worker} may use "
+        f"too little memory for pages and state slots: the worker of rank {worker} may use "
         f"{tightest.available_bytes} bytes (--kv-cache-memory-bytes) and needs "
         f"{needed_bytes(tightest)}: {num_slots} state slots of {tightest.bytes_per_slot} bytes "
         f"for --max-num-seqs={max_num_seqs}, and {least_pages} pages of "

@@ -60,6 +60,8 @@ class EngineLoop:
         # What clients asked for before there was a scheduler, in order.
         self._early: list[tuple[int, ToEngine]] = []
         self._is_stopping = False
+        # When the oldest plan in flight became the oldest.
+        self._last_answer = 0.0
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
         self._scheduler: Scheduler | None = None
@@ -183,7 +185,6 @@ class EngineLoop:
             params=message.params,
             seed=message.seed,
             max_tokens=message.params.max_tokens or self._config.max_model_len,
-            arrival_time=time.monotonic(),
         )
         try:
             self.scheduler.add(request)
@@ -196,6 +197,8 @@ class EngineLoop:
             self._counters.num_prompt_tokens += len(message.prompt_token_ids)
 
     def _launch(self, plan: StepPlan) -> None:
+        if self.scheduler.num_in_flight == 1:
+            self._last_answer = time.monotonic()
         encoded = self.scheduler.plan_in_flight(plan.step).encoded
         num_echoes = self._config.engine.num_workers - 1
         if num_echoes:
@@ -206,23 +209,40 @@ class EngineLoop:
         """The oldest plan's result, or None when a client wants something first.
 
         Raises:
-            WorkerDiedError: a worker reported its failure.
+            WorkerDiedError: a worker reported its failure, or none answers.
             PlanDivergenceError: a worker echoed another digest.
         """
         while True:
             received = self._port.receive_worker()
             if received is None:
-                self._port.wait(None)
+                self._port.wait(self._seconds_to_answer())
                 received = self._port.receive_worker()
             if received is None:
                 return None
             match received[1]:
                 case PlanDone() as done:
+                    self._last_answer = time.monotonic()
                     return done
                 case StepEcho() as echo:
                     self._check_echo(received[0], echo)
                 case WorkerFailed() as failed:
                     raise _worker_error(failed)
+
+    def _seconds_to_answer(self) -> float | None:
+        """How long the oldest plan in flight may still take; None if there is none.
+
+        Raises:
+            WorkerDiedError: its time is over.
+        """
+        if not self.scheduler.num_in_flight:
+            return None
+        timeout = self._config.engine.execute_model_timeout_seconds
+        left = self._last_answer + timeout - time.monotonic()
+        if left <= 0:
+            raise WorkerDiedError(
+                f"no result for {timeout} s (--execute-model-timeout-seconds): a worker hangs"
+            )
+        return left
 
     def _commit(self, done: PlanDone) -> None:
         counters, result = self._counters, done.result

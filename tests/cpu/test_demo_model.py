@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 from safetensors import safe_open
 
 from stagecoach import LLM, SamplingParams
@@ -13,8 +15,7 @@ from stagecoach.checkpoint_folder import checkpoint_folder
 from stagecoach.demo.evaluation import evaluate_model, render_prompt
 from stagecoach.demo.tasks import FAMILIES, generate
 from stagecoach.text.tokenizer import NUM_SPECIAL_TOKENS, SPECIAL_TOKEN_OFFSETS, load_tokenizer
-
-mx = pytest.importorskip("mlx.core")
+from tests.cpu.model.test_kimi_k3 import mlx_model
 
 MAX_BYTES = 32 * 2**20
 
@@ -114,11 +115,7 @@ def test_special_tokens_stand_at_the_end_in_the_originals_order(
 def test_greedy_tokens_equal_those_of_mlx_lm(
     llm: LLM, folder: Path, config: dict[str, Any]
 ) -> None:
-    """float32 on both sides; the whole answers of one example of each family."""
-    from mlx_lm.generate import generate_step
-
-    from tests.cpu.model.test_kimi_k3 import mlx_model
-
+    """float32 on both sides; whole answers, one of each family with a short prompt."""
     oracle = mlx_model(folder, config)
     examples = [generate(family, 3, 0, "held_out") for family in FAMILIES]
     # Long contexts only cost the oracle time.
@@ -128,14 +125,11 @@ def test_greedy_tokens_equal_those_of_mlx_lm(
         if len(prompt) <= 600
     ]
     assert len(prompts) >= 3
-    outputs = llm.generate(
-        prompts, SamplingParams(temperature=0.0, max_tokens=48), use_tqdm=False
-    )
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         ours = output.outputs[0].token_ids
         theirs = [
-            int(token)
-            for token, _ in generate_step(mx.array(prompt), oracle, max_tokens=len(ours))
+            int(token) for token, _ in generate_step(mx.array(prompt), oracle, max_tokens=len(ours))
         ]
         assert ours == theirs
 

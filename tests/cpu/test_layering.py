@@ -84,6 +84,7 @@ _OPTIONS = (
     "load_format",
     "hf_overrides",
     "distributed_executor_backend",
+    "execute_model_timeout_seconds",
     "num_threads",
     "log_level",
     "debug_poison",

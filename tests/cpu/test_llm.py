@@ -12,6 +12,7 @@ import pytest
 
 from stagecoach import LLM, SamplingParams
 from stagecoach.errors import EngineDeadError
+from stagecoach.text import chat_format
 from tests.small_engine import (
     EOS,
     MAX_MODEL_LEN,
@@ -229,9 +230,11 @@ def test_several_threads_generate_at_once(llm: LLM) -> None:
 
 def test_a_chat_is_a_generate_of_its_rendering(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    output = llm.chat(messages, GREEDY)
+    answer = llm.chat(messages, GREEDY)
+    output = answer.request
     assert output.prompt_token_ids == llm.render_chat(messages)
     assert token_ids([output]) == token_ids(llm.generate(llm.render_chat(messages), GREEDY))
+    assert answer.messages == [chat_format.parse(output.outputs[0].token_ids, llm.tokenizer)]
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:

@@ -69,6 +69,20 @@ def test_a_killed_process_ends_the_engine_and_is_named(folder: Path, victim: str
     llm.close()
 
 
+def test_a_worker_that_hangs_ends_the_engine(folder: Path) -> None:
+    llm = process_engine(folder, pipeline_parallel_size=2, execute_model_timeout_seconds=1)
+    process_ids = llm.client.engine.process_ids
+    watch = Watch(process_ids.values())
+    os.kill(process_ids["worker[1,0]"], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="execute-model-timeout-seconds"):
+        llm.generate("hello", LONG)
+    assert time.monotonic() - stopped_at < LIMIT_SECONDS
+    llm.close()
+    assert watch.running_after(LIMIT_SECONDS) == set()
+    watch.close()
+
+
 def test_the_processes_end_with_an_owner_that_is_killed(
     folder: Path, temporary_folder: Path
 ) -> None:

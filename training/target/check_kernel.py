@@ -2,7 +2,7 @@
 
 import torch
 
-from training.target.model import fused_kda, kda_recurrence
+from training.target.operations import fused_kda, kda_recurrence
 
 LOWER_BOUND = -5.0
 TOLERANCE = 2e-2

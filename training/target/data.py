@@ -46,7 +46,7 @@ MIXES = {
         "tool_calls": 5,
         "extraction": 3,
         "retrieval": 10,
-        "people": 45,
+        "people": 60,
         "multi_turn": 7,
         "lists_dates": 20,
         "small_talk": 1,

@@ -16,7 +16,8 @@ from torch import Tensor
 from training.target.configuration import text_config
 from training.target.data import MIXES, TOKENS_PER_BATCH, BatchStream, longest_row
 from training.target.export import load_checkpoint, write_checkpoint
-from training.target.model import Target, fused_kda, kda_chunked
+from training.target.model import Target
+from training.target.operations import fused_kda, kda_chunked
 from training.target.optimizer import Muon, split_parameters
 
 WARM_UP_STEPS = 100

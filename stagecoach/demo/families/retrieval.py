@@ -30,9 +30,12 @@ def draw(random: Random) -> Example:
 
 
 def draw_people(random: Random) -> Example:
-    """Draw facts about people, the hardest kind, and shorter ones more often. Only training does."""
-    num_chars = int(MIN_CHARS * (MAX_CHARS / MIN_CHARS) ** (random.random() ** 2))
-    return _example(*_people(random, num_chars))
+    """Draw facts about people: mostly few of them, jobs and cities more often. Only training does.
+
+    Of the kinds it is the last to be learnt, because "works as a" has a nearer answer to copy.
+    """
+    num_chars = int(MIN_CHARS * (MAX_CHARS / MIN_CHARS) ** (random.random() ** 3))
+    return _example(*_people(random, num_chars, asked=(0, 0, 1, 1, 1, 2)))
 
 
 def _example(question: str, content: str) -> Example:
@@ -61,7 +64,7 @@ def _keys(random: Random, num_chars: int) -> tuple[str, str]:
     return order, f"The {label} of {key} is {entries[key]}."
 
 
-def _people(random: Random, num_chars: int) -> tuple[str, str]:
+def _people(random: Random, num_chars: int, asked: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str]:
     people: dict[str, dict[str, str]] = {}
     lines = []
     used = 0
@@ -85,13 +88,12 @@ def _people(random: Random, num_chars: int) -> tuple[str, str]:
         used += len(line) - 18
     name = random.choice(tuple(people))
     facts = people[name]
-    question, content = random.choice(
-        (
-            (f"Where does {name} live?", f"{name} lives in {facts['city']}."),
-            (f"What is the job of {name}?", f"{name} works as a {facts['job']}."),
-            (f"Which animal does {name} own?", f"{name} owns a {facts['pet']}."),
-        )
+    questions = (
+        (f"Where does {name} live?", f"{name} lives in {facts['city']}."),
+        (f"What is the job of {name}?", f"{name} works as a {facts['job']}."),
+        (f"Which animal does {name} own?", f"{name} owns a {facts['pet']}."),
     )
+    question, content = questions[random.choice(asked)]
     return f"{' '.join(lines)}\n\n{question}", content
 
 

@@ -101,7 +101,7 @@ def test_an_error_is_one_line_and_status_1(
     assert text in line
 
 
-def test_the_model_that_is_not_bundled_yet_or_any_unknown_name_is_named(
+def test_an_unknown_model_is_named(
     stagecoach: Stagecoach,
 ) -> None:
     run = stagecoach("generate", "--model", "tinny", "--prompt", "x")

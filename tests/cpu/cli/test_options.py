@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "load_format": ("dummy", "dummy"),
     "hf_overrides": ('{"rms_norm_eps": 0.1}', {"rms_norm_eps": 0.1}),
     "distributed_executor_backend": ("uni", "uni"),
+    "execute_model_timeout_seconds": ("20", 20),
     "num_threads": ("1", 1),
     "log_level": ("error", "error"),
     "debug_poison": ("", True),

@@ -8,19 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from mlx import nn
+from mlx_lm.models import kimi_k3 as mlx_kimi_k3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model_config import load_model_config
 from tests.cpu.model.model_runs import Grid, Part, relative_error, step_tensors
-
-mx = pytest.importorskip("mlx.core")
-nn = pytest.importorskip("mlx.nn")
-mlx_kimi_k3 = pytest.importorskip("mlx_lm.models.kimi_k3")
 
 pytestmark = pytest.mark.cpu
 

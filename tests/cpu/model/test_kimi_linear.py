@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from stagecoach.model.checkpoint_reader import published_name
 from stagecoach.model.tiny import TinyShape, kimi_linear_config, write_json, write_tiny_model
 from tests.cpu.model.model_runs import Grid, relative_error
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.cpu,

@@ -1,4 +1,4 @@
-"""The tokenizer: both file formats, special tokens that text never becomes, bytes that come back."""
+"""The tokenizer: both file formats, specials that text never becomes, bytes that come back."""
 
 import base64
 import json
@@ -12,7 +12,6 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from stagecoach.text.tokenizer import (
     MAX_RUN_CHARS,
-    NUM_SPECIAL_TOKENS,
     SPECIAL_TOKEN_OFFSETS,
     Tokenizer,
     build_encoding,
@@ -149,12 +148,12 @@ def test_a_name_given_twice_is_refused(tmp_path: Path) -> None:
 def test_a_bad_rank_file_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "tiktoken.model"
     path.write_text(f"IQ== 0\n{line}\n")
-    with pytest.raises(ValueError, match="tiktoken.model"):
+    with pytest.raises(ValueError, match=r"tiktoken\.model"):
         read_ranks(path)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="neither tiktoken.model nor tokenizer.json"):
+    with pytest.raises(ValueError, match="neither tiktoken"):
         load_tokenizer(tmp_path)
 
 
