@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import queue
 import statistics
 import subprocess
 import sys
@@ -37,10 +38,17 @@ PEER = "mlx-lm float32"
 
 
 class StepShares(NamedTuple):
-    """Where the time of our decode steps goes."""
+    """Where the wall time of our decode steps goes."""
 
-    outside_forward: float  # of a step's wall time, outside the model's layers
-    stage_idle: tuple[float, ...]  # of the wall time, by stage
+    outside_forward: float  # outside the last stage's layers and head
+    stage_idle: tuple[float, ...]  # not working on a step, by stage
+
+
+class DecodeRun(NamedTuple):
+    """One batch, from the moment every request has its first token."""
+
+    tokens_per_second: float
+    shares: StepShares
 
 
 def prompt(number: int, length: int, vocab_size: int) -> list[int]:
@@ -48,42 +56,22 @@ def prompt(number: int, length: int, vocab_size: int) -> list[int]:
 
 
 class Ours:
-    """Our engine at one layout."""
+    """Our engine at one layout, with its default number of threads."""
 
     def __init__(self, model: str, num_stages: int) -> None:
         self.llm = LLM(
-            model,
-            pipeline_parallel_size=num_stages,
-            show_progress=False,
-            log_level="warning",
+            model, pipeline_parallel_size=num_stages, show_progress=False, log_level="warning"
         )
         # Specials stay out of the prompts, whatever the model makes of them.
         self._vocab_size = self.llm.config.model.vocab_size - 256
 
     def decode(self, batch: int) -> float:
-        """Output tokens a second, prefill left out."""
-        prompts = [prompt(number, PROMPT_TOKENS, self._vocab_size) for number in range(batch)]
-        params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        first = max(output.timings.first_token_seconds or 0.0 for output in outputs)
-        last = max(output.timings.total_seconds for output in outputs)
-        return batch * (DECODE_TOKENS - 1) / (last - first)
+        """Output tokens a second once every request has its first."""
+        return self._decode(batch).tokens_per_second
 
     def shares(self, batch: int) -> StepShares:
-        before = self.llm.stats()
-        began = time.perf_counter()
-        self.decode(batch)
-        elapsed = time.perf_counter() - began
-        after = self.llm.stats()
-        forward = after.forward_seconds - before.forward_seconds
-        busy = [
-            late - early
-            for late, early in zip(after.stage_busy_seconds, before.stage_busy_seconds, strict=True)
-        ]
-        return StepShares(
-            outside_forward=1.0 - forward / elapsed,
-            stage_idle=tuple(1.0 - seconds / elapsed for seconds in busy),
-        )
+        """Where the time between all first tokens and the last token goes."""
+        return self._decode(batch).shares
 
     def prefill(self, number: int) -> float:
         """Prompt tokens a second."""
@@ -93,6 +81,34 @@ class Ours:
             [prompt(number, PREFILL_TOKENS, self._vocab_size)], params, use_tqdm=False
         )
         return PREFILL_TOKENS / (time.perf_counter() - began)
+
+    def _decode(self, batch: int) -> DecodeRun:
+        client = self.llm.client
+        params = SamplingParams(temperature=0.0, max_tokens=DECODE_TOKENS, ignore_eos=True)
+        news: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for number in range(batch):
+            client.submit(
+                prompt(number, PROMPT_TOKENS, self._vocab_size),
+                params,
+                lambda item, number=number: news.put((number, item)),
+            )
+        counts = [0] * batch
+        while min(counts) == 0:
+            number, progress = news.get()
+            counts[number] += len(progress.token_ids)
+        began, num_before, before = time.perf_counter(), sum(counts), client.stats()
+        while sum(counts) < batch * DECODE_TOKENS:
+            number, progress = news.get()
+            counts[number] += len(progress.token_ids)
+        elapsed, after = time.perf_counter() - began, client.stats()
+        busy = zip(after.stage_busy_seconds, before.stage_busy_seconds, strict=True)
+        return DecodeRun(
+            tokens_per_second=(sum(counts) - num_before) / elapsed,
+            shares=StepShares(
+                outside_forward=1.0 - (after.forward_seconds - before.forward_seconds) / elapsed,
+                stage_idle=tuple(1.0 - (late - early) / elapsed for late, early in busy),
+            ),
+        )
 
 
 class Mlx:
@@ -247,8 +263,8 @@ def main() -> None:
     for name, share in shares.items():
         idle = ", ".join(f"{value:.1%}" for value in share.stage_idle)
         lines.append(
-            f"{name}, batch {BATCHES[-1]}: {share.outside_forward:.1%} of the time of a run is "
-            f"outside the last stage's layers; stages idle {idle}."
+            f"{name}, decode at batch {BATCHES[-1]}: {share.outside_forward:.1%} of a step is "
+            f"outside the last stage's layers and head; stages idle {idle}."
         )
     for system in ours.values():
         system.llm.close()

@@ -24,7 +24,6 @@ from stagecoach.model.parallel_linear import (
     VocabShard,
 )
 from stagecoach.model.stage_memory import StageMemory
-from stagecoach.model.tensor_split import check_tensor_parallel
 from stagecoach.model.weight_slots import WeightScope, WeightSlot
 from stagecoach.model_config import LayerKind, ModelConfig
 from stagecoach.pipeline.stage import Stage
@@ -84,9 +83,6 @@ class StageModel:
         dtype: of weights and activations. Norm statistics, gates, router, attention scores and
             recurrent state are at least float32 whatever it is.
         device: "meta" gives the slots without memory.
-
-    Raises:
-        ConfigError: tp.size does not divide the heads or an MLP width.
     """
 
     def __init__(
@@ -97,7 +93,6 @@ class StageModel:
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        check_tensor_parallel(config, tp.size)
         assert stage.end <= config.num_layers, f"{stage} of {config.num_layers} layers"
         self.config = config
         self.stage = stage

@@ -86,9 +86,6 @@ def memory_shapes(
     """Shapes of one rank's memory.
 
     KDA state is split over the ranks by head; MLA rows are the same on every rank.
-
-    Raises:
-        ConfigError: `tp_size` does not divide the KDA heads.
     """
     kda = config.kda
     heads = local_size("linear_attn_config.num_heads", kda.num_heads, tp_size)

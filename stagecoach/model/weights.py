@@ -69,7 +69,6 @@ def load_stage(
     Raises:
         CheckpointError: a tensor is missing, unused, mis-shaped, mistyped or unreadable, or a
             file is missing or cut short; the text names files and tensors.
-        ConfigError: the number of ranks does not divide the model's heads or widths.
     """
     model = StageModel(config, stage, tp, dtype)
     if load_format == "dummy":

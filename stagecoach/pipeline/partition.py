@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagecoach.errors import ConfigError
 from stagecoach.model_config import LayerKind, ModelConfig
 
 
@@ -55,19 +54,15 @@ def partition(
     override: Sequence[int] | None = None,
     draft_cost: int = 0,
 ) -> tuple[int, ...]:
-    """Layers of each stage: the override if it fits, else the most even split by cost.
+    """Layers of each stage: the override, else the most even split by cost.
 
-    Raises:
-        ConfigError: more stages than layers, or an override that does not share out the layers.
+    `compatibility.py` has seen to it that the layers can be shared out so.
     """
     num_layers = model_config.num_layers
     if override is not None:
-        return _checked_override(tuple(override), num_stages, num_layers)
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size={num_stages}: the model has only "
-            f"num_hidden_layers={num_layers}, and every stage needs a layer"
-        )
+        is_split = len(override) == num_stages and sum(override) == num_layers
+        assert is_split and min(override) > 0, f"{override} of {num_layers} layers"
+        return tuple(override)
     return balance(estimate_layer_costs(model_config, draft_cost).folded(), num_stages)
 
 
@@ -138,23 +133,6 @@ def _most_even(
         best = following
     result = best[num_layers]
     return None if result is None else tuple(-count for count in result[2])
-
-
-def _checked_override(
-    override: tuple[int, ...], num_stages: int, num_layers: int
-) -> tuple[int, ...]:
-    text = f"--pp-partition={','.join(map(str, override))}"
-    if len(override) != num_stages:
-        raise ConfigError(
-            f"{text}: names {len(override)} stages, but --pipeline-parallel-size={num_stages}"
-        )
-    if any(count < 1 for count in override):
-        raise ConfigError(f"{text}: every stage needs at least one layer")
-    if sum(override) != num_layers:
-        raise ConfigError(
-            f"{text}: adds up to {sum(override)} layers, but num_hidden_layers={num_layers}"
-        )
-    return override
 
 
 def _layer_cost(config: ModelConfig, layer: int) -> int:

@@ -109,6 +109,9 @@ class StageRunner:
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute one plan; plans come in order."""
         assert self._model is not None and self._memory is not None, "load and allocate first"
+        for segment in plan.segments:
+            # No kernel folds records or files states yet: better no answer than a wrong one.
+            assert not segment.replay and not segment.saves, f"unknown work: {segment}"
         handoff, model = self._handoff, self._model
         handoff.begin_step(plan.step)
         self._memory.poison(list(plan.poison_pages), list(plan.poison_slots))

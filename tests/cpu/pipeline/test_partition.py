@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.errors import ConfigError
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 from stagecoach.model_config import ModelConfig, parse_model_config
 from stagecoach.pipeline.partition import balance, estimate_layer_costs, partition
@@ -92,22 +91,9 @@ def test_kimi_linear_has_costs_too() -> None:
     assert sum(partition(config, 3)) == config.num_layers
 
 
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size=10.*num_hidden_layers=9"):
-        partition(tiny_config(), 10)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ((5, 4), r"--pp-partition=5,4.*2 stages.*--pipeline-parallel-size=3"),
-        ((5, 4, 1), r"--pp-partition=5,4,1.*10 layers.*num_hidden_layers=9"),
-        ((5, 0, 4), r"--pp-partition=5,0,4.*at least one layer"),
-        ((10, -2, 1), r"--pp-partition=10,-2,1.*at least one layer"),
-    ],
-)
-def test_an_override_that_does_not_fit(override: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("override", [(5, 4), (5, 4, 1), (5, 0, 4), (10, -2, 1)])
+def test_an_override_that_does_not_fit_never_gets_here(override: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="of 9 layers"):
         partition(tiny_config(), 3, override)
 
 
