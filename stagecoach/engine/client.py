@@ -36,6 +36,8 @@ from stagecoach.schedule.commit import Progress
 Sink = Callable[[Progress | StagecoachError], None]
 
 _POLL_SECONDS = 0.1
+# An engine has one client so far; ids leave room for more.
+_CLIENT = 0
 
 _PARAMETER_DECODERS = {
     field.name: msgspec.msgpack.Decoder(field.type)
@@ -116,7 +118,7 @@ class EngineClient:
         """
         self.check(prompt_token_ids, params)
         number = next(self._request_numbers)
-        request_id = (0 << CLIENT_SHIFT) | number
+        request_id = _CLIENT << CLIENT_SHIFT | number
         seed = params.seed if params.seed is not None else self._derived_seed(number)
         with self._lock:
             self._raise_failure()
