@@ -49,7 +49,7 @@ def test_less_than_one_longest_request_is_refused_with_the_numbers(
         plan_memory(workers, **SIZES)
     message = str(error.value)
     for part in (
-        f"worker {len(workers) - 1} may use {workers[-1].available_bytes} bytes",
+        f"the worker of rank {len(workers) - 1} may use {workers[-1].available_bytes} bytes",
         "--kv-cache-memory-bytes",
         "--max-num-seqs=3",
         "--max-model-len=100",

@@ -111,7 +111,7 @@ def test_too_little_memory_names_the_worker_however_the_workers_came() -> None:
     with pytest.raises(CapacityError, match="the worker of rank 2 may use 100 bytes"):
         EngineLoop(config, port).run()
     [failed] = port.sent(EngineFailed)
-    assert failed.kind == "CapacityError" and "worker 2" in failed.reason
+    assert failed.kind == "CapacityError" and "rank 2" in failed.reason
     assert port.to_workers == [Shutdown()]
 
 
