@@ -25,7 +25,11 @@ app = typer.Typer(
 )
 for _name, _command, _summary in (
     ("generate", with_engine_options(generate), "Complete one or many prompts."),
-    ("demo", with_engine_options(demo), "Show the bundled model at work."),
+    (
+        "demo",
+        with_engine_options(demo, pipeline_parallel_size=2, tensor_parallel_size=2),
+        "Show the bundled model at work.",
+    ),
     ("eval", with_engine_options(evaluate), "Score a model on held-out tasks."),
     ("support", support, "What runs on which layout, and what is refused."),
 ):

@@ -5,6 +5,7 @@ Owns the started engine, the tokenizer, and the fan-out of a request into its n 
 
 import asyncio
 import contextlib
+import dataclasses
 import operator
 import queue
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 
-from stagecoach.config import EngineConfig
+from stagecoach.config import EngineConfig, ResolvedConfig
 from stagecoach.engine.client import EngineClient, Sink
 from stagecoach.engine.messages import EngineStats, LoadProgress
 from stagecoach.errors import CheckpointError, RequestError, StagecoachError
@@ -32,7 +33,7 @@ from stagecoach.request import SamplingParams
 from stagecoach.resolve import resolve
 from stagecoach.schedule.commit import Progress
 from stagecoach.text import chat_format
-from stagecoach.text.tokenizer import load_tokenizer
+from stagecoach.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -71,11 +72,14 @@ class LLM:
         Raises:
             ConfigError, CheckpointError, EngineDeadError: why it cannot serve.
         """
-        self.config = resolve(EngineConfig(model=model, **options))
+        config = resolve(EngineConfig(model=model, **options))
         try:
-            self.tokenizer = load_tokenizer(self.config.checkpoint)
+            self.tokenizer = load_tokenizer(
+                config.checkpoint, model_vocab_size=config.model.vocab_size
+            )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"no usable tokenizer: {error}") from None
+        self.config = _with_end_tokens(config, self.tokenizer)
         with _LoadBar(is_shown=show_progress) as bar:
             self._client = EngineClient(self.config, bar.update)
 
@@ -137,8 +141,16 @@ class LLM:
         """Prompt token ids of a conversation.
 
         Raises:
-            RequestError: the conversation cannot be written in the model's chat format.
+            RequestError: the conversation cannot be written in the model's chat format, or the
+                model is no Kimi-K3, whose format is the only one.
         """
+        model_type = self.config.model.model_type
+        if model_type != "kimi_k3":
+            raise RequestError(
+                "messages",
+                f"the chat format of model_type {model_type} is not implemented, only that of "
+                "kimi_k3; give the prompt as text or token ids",
+            )
         try:
             return chat_format.render(self.tokenizer, messages, **format_options)
         except ValueError as error:
@@ -254,6 +266,13 @@ class LLM:
                 is_finished = event.request.output.is_finished
                 unfinished -= is_finished
                 bar.update(task, advance=int(is_finished), tokens=num_tokens)
+
+
+def _with_end_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> ResolvedConfig:
+    """Published files disagree on what ends a text, so what any of them says ends one."""
+    token_ids = dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))
+    model = dataclasses.replace(config.model, eos_token_ids=tuple(token_ids))
+    return dataclasses.replace(config, model=model)
 
 
 class _LiveRequest:

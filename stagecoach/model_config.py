@@ -6,7 +6,6 @@ and `model/` all read it. The two families differ only in the values below, neve
 subclass.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stagecoach.errors import CheckpointError, ConfigError
+from stagecoach.json_file import read_json_object
 
 # How packed experts are stored, as compressed-tensors calls it.
 _PACKED_FORMAT = "mxfp4-pack-quantized"
@@ -136,20 +136,19 @@ def load_model_config(folder: Path, overrides: dict[str, Any] | None = None) -> 
         ConfigError: a key is missing or has a value that this engine does not implement.
     """
     path = folder / "config.json"
-    try:
-        root = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    merged = _apply_overrides(root, overrides or {})
+    if not path.exists():
+        raise CheckpointError(f"{folder}: no config.json")
+    merged = _apply_overrides(read_json_object(path), overrides or {})
     return parse_model_config(merged, _generation_eos(folder))
 
 
-def parse_model_config(
-    root: dict[str, Any], extra_eos_token_ids: tuple[int, ...] = ()
-) -> ModelConfig:
-    """Turn a parsed `config.json` into a ModelConfig; errors as in `load_model_config`."""
+def parse_model_config(root: dict[str, Any], generation_eos: Any = None) -> ModelConfig:
+    """Turn a parsed `config.json` into a ModelConfig; errors as in `load_model_config`.
+
+    Args:
+        root: the whole object of the file.
+        generation_eos: `eos_token_id` of generation_config.json; its tokens end a text too.
+    """
     model_type = root.get("model_type")
     if model_type == "kimi_k3":
         text = root.get("text_config")
@@ -178,10 +177,11 @@ def parse_model_config(
         keys.integer("first_k_dense_replace", 0),
         keys.size("moe_layer_freq", 1),
     )
-    eos = (*_as_ids(root.get("eos_token_id", text.get("eos_token_id"))), *extra_eos_token_ids)
+    vocab_size = keys.size("vocab_size")
+    eos = root.get("eos_token_id", text.get("eos_token_id"))
     return ModelConfig(
         model_type=model_type,
-        vocab_size=keys.size("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=keys.size("hidden_size"),
         layer_kinds=kinds,
         is_moe_layer=tuple(
@@ -194,7 +194,7 @@ def parse_model_config(
             head_dim=linear.size("head_dim"),
             conv_kernel_size=linear.size("short_conv_kernel_size"),
             gate_lower_bound=_parse_lower_bound(linear),
-            has_full_rank_gate=bool(linear.get("use_full_rank_gate", False)),
+            has_full_rank_gate=linear.flag("use_full_rank_gate", default=False),
         ),
         mla=MlaConfig(
             num_heads=keys.size("num_attention_heads"),
@@ -203,23 +203,32 @@ def parse_model_config(
             qk_nope_head_dim=keys.size("qk_nope_head_dim"),
             qk_rope_head_dim=keys.size("qk_rope_head_dim"),
             v_head_dim=keys.size("v_head_dim"),
-            has_output_gate=bool(text.get("mla_use_output_gate", False)),
+            has_output_gate=keys.flag("mla_use_output_gate", default=False),
             latent_norm_eps=1e-6,
         ),
         moe=moe,
         activation=activation,
-        situ_beta=keys.number("activation_situ_beta", None) or 1.0,
-        situ_linear_beta=keys.number("activation_situ_linear_beta", None),
-        rms_norm_eps=keys.number("rms_norm_eps", None) or 1e-5,
+        situ_beta=_number_or(keys.positive("activation_situ_beta"), 1.0),
+        situ_linear_beta=keys.positive("activation_situ_linear_beta"),
+        rms_norm_eps=_number_or(keys.positive("rms_norm_eps"), 1e-5),
         attn_res_block_size=keys.size_or_none("attn_res_block_size"),
-        max_position_embeddings=int(
-            text.get("max_position_embeddings") or text.get("model_max_length") or 1048576
+        max_position_embeddings=(
+            keys.size_or_none("max_position_embeddings")
+            or keys.size_or_none("model_max_length")
+            or 1048576
         ),
-        tie_word_embeddings=bool(
-            text.get("tie_word_embeddings", root.get("tie_word_embeddings", False))
+        tie_word_embeddings=keys.flag(
+            "tie_word_embeddings", default=_Keys(root).flag("tie_word_embeddings", default=False)
         ),
         dtype=_checkpoint_dtype(root, text),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=tuple(
+            dict.fromkeys(
+                (
+                    *_as_token_ids("config.json", eos, vocab_size),
+                    *_as_token_ids("generation_config.json", generation_eos, vocab_size),
+                )
+            )
+        ),
         tensor_prefix=prefix,
     )
 
@@ -241,6 +250,8 @@ class _Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._values.get(key, default)
+        if value is None and key not in self._values:
+            raise ConfigError(f"config.json: {key} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"config.json: {key}={value!r} must be a non-negative integer")
         return value
@@ -259,9 +270,25 @@ class _Keys:
         value = self._values.get(key, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        # Python's JSON reader also takes NaN and Infinity.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise ConfigError(f"config.json: {key}={value!r} must be a number")
         return float(value)
+
+    def positive(self, key: str) -> float | None:
+        value = self.number(key, None)
+        if value is not None and value <= 0:
+            raise ConfigError(f"config.json: {key}={value:g} must be positive")
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key}={value!r} must be true or false")
+        return value
 
     def integers(self, key: str) -> frozenset[int]:
         value = self._values.get(key)
@@ -288,8 +315,8 @@ def _parse_lower_bound(linear: _Keys) -> float | None:
 
 
 def _parse_moe(keys: _Keys) -> MoeConfig | None:
-    num_experts = keys.get("num_experts")
-    if not num_experts:
+    num_experts = keys.size_or_none("num_experts")
+    if num_experts is None:
         return None
     intermediate = keys.size("moe_intermediate_size")
     num_experts_per_token = keys.integer("num_experts_per_token")
@@ -305,22 +332,27 @@ def _parse_moe(keys: _Keys) -> MoeConfig | None:
             f"config.json: num_expert_group={num_groups} must divide num_experts={num_experts} "
             f"and be at least topk_group={topk_group}"
         )
+    if num_groups > 1 and not keys.flag("use_grouped_topk", default=True):
+        raise ConfigError(
+            f"config.json: use_grouped_topk=false with num_expert_group={num_groups} is not "
+            "supported"
+        )
     if num_experts_per_token > topk_group * (num_experts // num_groups):
         raise ConfigError(
             f"config.json: num_experts_per_token={num_experts_per_token} experts are not in "
             f"topk_group={topk_group} of num_expert_group={num_groups} groups"
         )
     return MoeConfig(
-        num_experts=keys.integer("num_experts"),
+        num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
         intermediate_size=intermediate,
-        shared_intermediate_size=intermediate * (keys.get("num_shared_experts") or 0),
+        shared_intermediate_size=intermediate * (keys.size_or_none("num_shared_experts") or 0),
         latent_size=keys.size_or_none("routed_expert_hidden_size"),
-        has_latent_norm=bool(keys.get("latent_moe_use_norm", False)),
+        has_latent_norm=keys.flag("latent_moe_use_norm", default=False),
         score_function=keys.choice(
             "moe_router_activation_func", ("sigmoid", "softmax"), default="sigmoid"
         ),
-        renormalize=bool(keys.get("moe_renormalize", True)),
+        renormalize=keys.flag("moe_renormalize", default=True),
         routed_scaling_factor=_number_or(keys.number("routed_scaling_factor", None), 1.0),
         num_expert_groups=num_groups,
         topk_group=topk_group,
@@ -330,12 +362,14 @@ def _parse_moe(keys: _Keys) -> MoeConfig | None:
 def _check_layer_lists(
     mla_layers: frozenset[int], kda_layers: frozenset[int], num_layers: int
 ) -> None:
-    both = mla_layers & kda_layers
-    if both or mla_layers | kda_layers != frozenset(range(1, num_layers + 1)):
+    layers = frozenset(range(1, num_layers + 1))
+    twice = mla_layers & kda_layers
+    listed = mla_layers | kda_layers
+    if twice or listed != layers:
         raise ConfigError(
             "config.json: linear_attn_config.full_attn_layers and kda_layers must share out "
-            f"1..num_hidden_layers={num_layers}; listed twice: {sorted(both)}, missing: "
-            f"{sorted(frozenset(range(1, num_layers + 1)) - mla_layers - kda_layers)}"
+            f"1..num_hidden_layers={num_layers}; listed twice: {sorted(twice)}, missing: "
+            f"{sorted(layers - listed)}, outside: {sorted(listed - layers)}"
         )
 
 
@@ -380,20 +414,21 @@ def _number_or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def _as_token_ids(file_name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """`eos_token_id` of a file: absent, one token or a list."""
+    token_ids = () if value is None else value if isinstance(value, list) else (value,)
+    for token_id in token_ids:
+        is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_integer or not 0 <= token_id < vocab_size:
+            raise ConfigError(
+                f"{file_name}: eos_token_id={token_id!r} is no token id in 0..{vocab_size - 1}"
+            )
+    return tuple(token_ids)
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
+def _generation_eos(folder: Path) -> Any:
     path = folder / "generation_config.json"
-    if not path.exists():
-        return ()
-    try:
-        return _as_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    return read_json_object(path).get("eos_token_id") if path.exists() else None
 
 
 # Keys that a config.json may leave out.

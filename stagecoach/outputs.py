@@ -66,7 +66,7 @@ class RequestAssembler:
         self._detokenizers = [
             IncrementalDetokenizer(
                 tokenizer,
-                stop=params.stop,
+                stop=params.stop_strings,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,

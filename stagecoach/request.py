@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     max_tokens: int | None = 16  # None: up to the model's length
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | str | None = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -59,6 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, which may be one string, as several."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def has_penalties(self) -> bool:
@@ -98,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_range("logit_bias", bias, -100.0, 100.0)
-        if any(not text for text in self.stop):
+        if any(not text for text in self.stop_strings):
             raise RequestError("stop", "a stop string must not be empty")
 
 

@@ -30,16 +30,18 @@ def demo(
     *,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Ask this instead of the built-in prompts; may be given several times."),
+        typer.Option(
+            metavar="TEXT",
+            help="Ask this instead of the built-in prompts; may be given several times.",
+        ),
     ] = None,
     eval_seed: Annotated[int, typer.Option(help="Which built-in prompts.")] = 7,
     engine_options: dict[str, Any],
 ) -> None:
     """Start the bundled Kimi-K3 in miniature, split over pp 2 x tp 2 unless told otherwise."""
-    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **engine_options}
     console = Console(stderr=True)
     began = time.perf_counter()
-    with LLM("demo", **options) as llm:
+    with LLM("demo", **engine_options) as llm:
         console.print(f"Ready in {time.perf_counter() - began:.1f} s: {_layout(llm)}\n")
         answers = [
             _answer(llm, family, example) for family, example in _questions(prompt, eval_seed)
@@ -111,7 +113,14 @@ def _layout(llm: LLM) -> str:
 
 def _table(llm: LLM, answers: list[_Answer]) -> Table:
     table = Table(title=_layout(llm))
-    for column in ("prompt", "prompt tokens", "prefill ms", "output tokens", "decode tokens/s"):
+    for column in (
+        "prompt",
+        "prompt tokens",
+        "prefill ms",
+        "output tokens",
+        "decode ms",
+        "decode tokens/s",
+    ):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for answer in answers:
         timings = answer.output.timings
@@ -124,6 +133,7 @@ def _table(llm: LLM, answers: list[_Answer]) -> Table:
             str(len(answer.output.prompt_token_ids)),
             f"{first * 1000:.0f}",
             str(num_tokens),
+            f"{decode_seconds * 1000:.0f}",
             f"{rate:.1f}",
         )
     return table

@@ -23,7 +23,11 @@ def evaluate(
         int, typer.Option(help="Examples of each task family, from seeds never trained on.")
     ] = 100,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"A family: {', '.join(FAMILIES)}. Default: all.")
+        list[str] | None,
+        typer.Option(
+            metavar="FAMILY",
+            help=f"One of {', '.join(FAMILIES)}; may be repeated. Default: all.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 1024,
     eval_seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 1,

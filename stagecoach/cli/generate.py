@@ -31,7 +31,7 @@ def generate(
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Each prompt is a user's message in the chat format."),
+        typer.Option("--chat", help="Each prompt is a user's message in Kimi-K3's chat format."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with `outputs` and `stats`.")
@@ -57,6 +57,10 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(help="Divides the logits of tokens of the prompt and the output.")
     ] = 1.0,
+    logit_bias: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='Added to logits by token id, as in `{"42": -100}`.'),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(help="Most output tokens. Default: 256, or less if the model is shorter."),
@@ -99,6 +103,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
+        logit_bias=_parse_logit_bias(logit_bias),
         seed=sampling_seed,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -146,6 +151,17 @@ def _collect_prompts(
     if not prompts:
         raise RequestError("prompt", "none given; use --prompt TEXT")
     return prompts
+
+
+def _parse_logit_bias(text: str | None) -> dict[int, float]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[int, float])
+    except msgspec.DecodeError:
+        raise RequestError(
+            "logit_bias", f"must be a JSON object of numbers by token id, not {text!r}"
+        ) from None
 
 
 def _with_max_tokens(params: SamplingParams, max_model_len: int) -> SamplingParams:

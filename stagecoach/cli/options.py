@@ -25,14 +25,17 @@ _FIELDS = {item.name: item for item in dataclasses.fields(EngineConfig) if item.
 _METAVARS = {"pp_partition": "INT,INT,...", "hf_overrides": "JSON", "dtype": "NAME"}
 
 
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(engine_options: dict, ...)` a flag for every EngineConfig field but `model`."""
+def with_engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+    """Give `command(engine_options: dict, ...)` a flag for every EngineConfig field but `model`.
+
+    `defaults` replace those of EngineConfig.
+    """
     parameters = [
         parameter
         for name, parameter in inspect.signature(command).parameters.items()
         if name != "engine_options"
     ]
-    flags = [_parameter(item) for item in _FIELDS.values()]
+    flags = [_parameter(item, defaults.get(name, item.default)) for name, item in _FIELDS.items()]
     config_flag = inspect.Parameter(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
@@ -56,7 +59,7 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
         }
         path = arguments.pop("config")
         from_file = {} if path is None else read_config_file(path)
-        options = {**from_file, **given}
+        options = {**defaults, **from_file, **given}
         _configure_log(options.get("log_level", _FIELDS["log_level"].default))
         command(engine_options=options, **arguments)
 
@@ -116,11 +119,11 @@ def _configure_log(level: str) -> None:
         log.configure("stagecoach", level=level)
 
 
-def _parameter(item: "dataclasses.Field[Any]") -> inspect.Parameter:
+def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Parameter:
     names = [*item.metadata.get("flags", ()), option(item.name)]
     is_flag = item.default is False
     kind: Any = bool if is_flag else int if item.type in (int, int | None) else str
-    shown = None if item.default in (None, dataclasses.MISSING) or is_flag else str(item.default)
+    shown = None if default in (None, dataclasses.MISSING) or is_flag else str(default)
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,

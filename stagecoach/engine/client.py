@@ -60,7 +60,8 @@ class EngineClient:
         """
         self.config = config
         self._on_load_progress = on_load_progress
-        self._lock = threading.Lock()
+        # The garbage collector may end a stream, which aborts, while its thread holds the lock.
+        self._lock = threading.RLock()
         self._sinks: dict[int, Sink] = {}
         self._stats_waiters: dict[int, _StatsWaiter] = {}
         # Requests have numbers of their own: seeds are derived from them.
@@ -273,7 +274,7 @@ def _check_types(prompt_token_ids: Sequence[int], params: SamplingParams) -> Non
     for name, decoder in _PARAMETER_DECODERS.items():
         try:
             decoder.decode(msgspec.msgpack.encode(getattr(params, name)))
-        except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        except (msgspec.ValidationError, TypeError, OverflowError, UnicodeError) as error:
             raise RequestError(name, str(error).partition(" - at ")[0]) from None
 
 

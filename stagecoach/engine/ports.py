@@ -130,6 +130,7 @@ class ZmqClientPort:
     def __init__(self, folder: Path, client: int) -> None:
         self._name = _identity(client)
         self._context = zmq.Context()
+        self._outgoing: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._commands = _socket(self._context, zmq.PUSH)
         self._commands.connect(_address(folder, "commands"))
@@ -140,9 +141,17 @@ class ZmqClientPort:
         self._outputs.send(hello)
 
     def send(self, message: ToEngine) -> None:
-        with self._lock:
-            if not self._commands.closed:
-                self._commands.send_multipart([self._name, messages.encode(message)])
+        self._outgoing.append(messages.encode(message))
+        # The garbage collector may end a stream, which sends an abort, in the middle of a send
+        # of the same thread. So nobody waits: whoever is sending takes the message along.
+        while self._outgoing and self._lock.acquire(blocking=False):
+            try:
+                while self._outgoing:
+                    data = self._outgoing.popleft()
+                    if not self._commands.closed:
+                        self._commands.send_multipart([self._name, data])
+            finally:
+                self._lock.release()
 
     def receive(self, timeout_seconds: float) -> ToClient | None:
         if not self._outputs.poll(timeout_seconds * 1000):
@@ -176,8 +185,10 @@ class QueueHub:
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         with self._arrived:
-            received = list(self._commands)
-            self._commands.clear()
+            # One by one: the collector may run a `send` of this very thread in between.
+            received = []
+            while self._commands:
+                received.append(self._commands.popleft())
         return received
 
     def receive_worker(self) -> tuple[int, FromWorker] | None:

@@ -4,7 +4,6 @@ Owns the index, the published spellings of names, and the rules by which tensors
 over. Files are memory-mapped; only the asked-for part of a tensor is read. Knows no module.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stagecoach.errors import CheckpointError
+from stagecoach.json_file import read_json_object
 
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
@@ -170,11 +170,12 @@ def _tensor_paths(folder: Path) -> dict[str, Path]:
     """Raw name -> file, from the index or else from the files themselves."""
     index = folder / INDEX_NAME
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: folder / file_name for name, file_name in weight_map.items()}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: no readable weight_map ({error!r})") from None
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file_name, str) for file_name in weight_map.values()
+        ):
+            raise CheckpointError(f"{index}: weight_map must map names of tensors to files")
+        return {name: folder / file_name for name, file_name in weight_map.items()}
     paths: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name in read_safetensors_header(path):

@@ -10,6 +10,23 @@ def resolve_max_tokens(max_tokens: int | None, num_prompt_tokens: int, max_model
     return room if max_tokens is None else min(max_tokens, room)
 
 
+def check_min_tokens(*, min_tokens: int, max_tokens: int) -> None:
+    """Refuse a least output that the model's length has no room for.
+
+    Args:
+        max_tokens: resolved.
+
+    Raises:
+        RequestError: field "min_tokens".
+    """
+    if min_tokens > max_tokens:
+        raise RequestError(
+            "min_tokens",
+            f"{min_tokens} outputs do not fit; beside the prompt the model's length leaves room "
+            f"for {max_tokens}",
+        )
+
+
 def longest_computed(num_prompt_tokens: int, max_tokens: int) -> int:
     """Tokens that a request has forwarded at its very end: its last output never is."""
     return num_prompt_tokens + max_tokens - 1

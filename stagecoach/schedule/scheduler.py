@@ -19,6 +19,7 @@ from stagecoach.errors import PlanDivergenceError
 from stagecoach.request import FinishReason, Request, check_prompt
 from stagecoach.schedule.admission import (
     check_fits_pool,
+    check_min_tokens,
     may_start,
     pages_to_start,
     resolve_max_tokens,
@@ -155,6 +156,7 @@ class Scheduler:
         )
         request.params.check(vocab_size=self._vocab_size, max_model_len=self._max_model_len)
         max_tokens = resolve_max_tokens(request.max_tokens, num_prompt_tokens, self._max_model_len)
+        check_min_tokens(min_tokens=request.params.min_tokens, max_tokens=max_tokens)
         check_fits_pool(
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,

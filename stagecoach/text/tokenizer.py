@@ -6,12 +6,13 @@ UTF-8 character; turning bytes into text bit by bit is the detokenizer's work.
 """
 
 import base64
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tiktoken
+
+from stagecoach.json_file import read_json_object
 
 NUM_SPECIAL_TOKENS = 256
 
@@ -105,14 +106,30 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids))
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint folder: `tiktoken.model`, or else `tokenizer.json`."""
+def load_tokenizer(path: str | Path, *, model_vocab_size: int | None = None) -> Tokenizer:
+    """Load the tokenizer of a checkpoint folder: `tiktoken.model`, or else `tokenizer.json`.
+
+    Args:
+        path: the folder.
+        model_vocab_size: of the model that it must belong to.
+
+    Raises:
+        ValueError, CheckpointError: no such file, one that cannot be read, or the vocabulary of
+            another model.
+    """
     folder = Path(path)
     if (folder / "tiktoken.model").is_file():
-        return _load_tiktoken(folder)
-    if (folder / "tokenizer.json").is_file():
-        return _load_tokenizer_json(folder)
-    raise ValueError(f"{folder} holds neither tiktoken.model nor tokenizer.json")
+        tokenizer = _load_tiktoken(folder)
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = _load_tokenizer_json(folder, model_vocab_size or 0)
+    else:
+        raise ValueError(f"{folder} holds neither tiktoken.model nor tokenizer.json")
+    if model_vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's "
+            f"vocab_size={model_vocab_size}"
+        )
+    return tokenizer
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -126,6 +143,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not 'base64 rank': {line!r}") from error
+    if not ranks:
+        raise ValueError(f"{path}: holds no token")
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path}: the ranks are not 0..{len(ranks) - 1}, each once")
     return ranks
@@ -152,11 +171,7 @@ def build_encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
 def _load_tiktoken(folder: Path) -> Tokenizer:
     ranks = read_ranks(folder / "tiktoken.model")
     config = _read_json(folder / "tokenizer_config.json")
-    added = {
-        int(token_id): entry["content"]
-        for token_id, entry in config.get("added_tokens_decoder", {}).items()
-    }
-    special_ids = special_token_names(len(ranks), added)
+    special_ids = special_token_names(len(ranks), _added_tokens(config))
     encoding = build_encoding(ranks)
 
     def encode_ordinary(text: str) -> list[int]:
@@ -177,10 +192,24 @@ def _load_tiktoken(folder: Path) -> Tokenizer:
     )
 
 
-def _load_tokenizer_json(folder: Path) -> Tokenizer:
+def _added_tokens(config: dict[str, Any]) -> dict[int, str]:
+    added = config.get("added_tokens_decoder", {})
+    try:
+        return {int(token_id): str(entry["content"]) for token_id, entry in added.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            "tokenizer_config.json: added_tokens_decoder must map token ids to objects with a "
+            "`content`"
+        ) from None
+
+
+def _load_tokenizer_json(folder: Path, model_vocab_size: int) -> Tokenizer:
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
     backend.encode_special_tokens = True
     if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
         raise ValueError(f"{folder / 'tokenizer.json'}: only byte-level decoders are supported")
@@ -188,7 +217,8 @@ def _load_tokenizer_json(folder: Path) -> Tokenizer:
     special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
     byte_of_char = byte_level_alphabet()
     vocab = backend.get_vocab(with_added_tokens=True)
-    token_bytes = [b""] * (max(vocab.values()) + 1)
+    # Models are padded to round sizes; what no token stands for has no text.
+    token_bytes = [b""] * max(model_vocab_size, max(vocab.values()) + 1)
     for token, token_id in vocab.items():
         if token_id in added:
             token_bytes[token_id] = token.encode()
@@ -214,8 +244,8 @@ def _eos_token_ids(
         if name in special_ids:
             yield special_ids[name]
     eos_token = config.get("eos_token")
-    eos_name = eos_token["content"] if isinstance(eos_token, dict) else eos_token
-    if eos_name in special_ids:
+    eos_name = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    if isinstance(eos_name, str) and eos_name in special_ids:
         yield special_ids[eos_name]
     for file_name in ("generation_config.json", "config.json"):
         token_ids = _read_json(folder / file_name).get("eos_token_id")
@@ -224,7 +254,7 @@ def _eos_token_ids(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _split_long(text: str) -> Iterator[str]:

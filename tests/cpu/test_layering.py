@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parents[2] / "stagecoach"
 _MAX_LINES = 500
 
 # A name stands for a module or for a folder with all that is in it.
-_EVERYONE_MAY_READ = {"config", "errors", "request", "model_config", "observe"}
+_EVERYONE_MAY_READ = {"config", "errors", "request", "json_file", "model_config", "observe"}
 
 # Plain data that others than its folder's readers need.
 _DATA = {"schedule.step_plan", "schedule.verify_window", "cache.memory_plan", "pipeline.stage"}
@@ -26,7 +26,8 @@ _DATA = {"schedule.step_plan", "schedule.verify_window", "cache.memory_plan", "p
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "request": {"errors"},
-    "model_config": {"errors"},
+    "json_file": {"errors"},
+    "model_config": {"errors", "json_file"},
     "config": {"errors", "model_config"},
     "observe": set(),
     "checkpoint_folder": {"model.tiny"},

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,6 +153,21 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
         break
     assert_idle(llm)
     assert llm.stats().num_generated_tokens - before < 100
+
+
+def test_a_stream_may_end_in_the_middle_of_another_call_of_its_thread(llm: LLM) -> None:
+    """As when the garbage collector finds it."""
+    stream = llm.stream("leave me", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+
+    def leave() -> None:
+        with llm.client._lock:
+            stream.close()
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 def test_leaving_an_asynchronous_stream_ends_its_request(llm: LLM) -> None:

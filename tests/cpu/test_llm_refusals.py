@@ -9,8 +9,15 @@ import pytest
 
 from stagecoach import LLM, SamplingParams
 from stagecoach.errors import CheckpointError, RequestError
+from stagecoach.model.tiny import kimi_linear_config, write_tiny_model
 from stagecoach.request import MAX_SEED
-from tests.small_engine import MAX_MODEL_LEN, assert_idle, thread_engine, write_small_model
+from tests.small_engine import (
+    MAX_MODEL_LEN,
+    SHAPE,
+    assert_idle,
+    thread_engine,
+    write_small_model,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -84,9 +91,10 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": (-1,)}, "stop_token_ids", "token id -1"),
     ({"stop_token_ids": 5}, "stop_token_ids", "int"),
     ({"stop": ("",)}, "stop", "must not be empty"),
-    ({"stop": "\n"}, "stop", "str"),
+    ({"stop": ""}, "stop", "must not be empty"),
     ({"stop": (1,)}, "stop", "int"),
-    ({"stop": None}, "stop", "None"),
+    ({"stop": 3}, "stop", "int"),
+    ({"stop": ("\ud800",)}, "stop", "surrogates not allowed"),
     ({"logit_bias": {600: 1.0}}, "logit_bias", "token id 600"),
     ({"logit_bias": {5: math.nan}}, "logit_bias", "nan"),
     ({"logit_bias": {5: 101.0}}, "logit_bias", "[-100, 100]"),
@@ -163,6 +171,24 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tiktoken.model").write_text("not a vocabulary\n")
     with pytest.raises(CheckpointError, match=r"tiktoken\.model, line 1"):
         thread_engine(folder)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write_small_model(tmp_path / "model")
+    lines = (folder / "tiktoken.model").read_text().splitlines()
+    (folder / "tiktoken.model").write_text("\n".join(lines[:200]))
+    with pytest.raises(CheckpointError, match="has 456 tokens, the model's vocab_size=512"):
+        thread_engine(folder)
+
+
+def test_a_conversation_is_refused_where_the_chat_format_is_unknown(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, kimi_linear_config(SHAPE), seed=3)
+    with thread_engine(tmp_path) as llm:
+        with pytest.raises(RequestError, match="chat format of model_type kimi_linear") as caught:
+            llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+        assert caught.value.field == "messages"
+        assert llm.generate("hello", GREEDY)
+        assert_idle(llm)
 
 
 def test_a_damaged_checkpoint_is_refused_and_a_whole_one_then_served(tmp_path: Path) -> None:

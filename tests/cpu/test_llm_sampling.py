@@ -142,6 +142,14 @@ def test_eos_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
     assert (late.text, late.finish_reason) == ("AAA", "stop")
 
 
+def test_every_end_token_of_the_tokenizer_ends_too(llm: LLM) -> None:
+    for name in ("[EOS]", "[EOT]"):
+        token_id = llm.tokenizer.special_id(name)
+        bias = {token_id: 100.0, 65: 50.0}
+        ended = complete(llm, logit_bias=bias, ignore_eos=False, min_tokens=1)
+        assert (ended.token_ids, ended.finish_reason) == ([65, token_id], "stop")
+
+
 def test_special_tokens_are_shown_on_demand(llm: LLM) -> None:
     bias = {EOS: 100.0}
     shown = complete(llm, logit_bias=bias, ignore_eos=False, skip_special_tokens=False)

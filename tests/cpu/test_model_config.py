@@ -155,7 +155,7 @@ def test_published_kimi_linear() -> None:
         ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
         ({"hidden_size": "7168"}, "hidden_size='7168' must be a non-negative integer"),
         ({"vocab_size": None}, "vocab_size=None must be"),
-        ({"num_hidden_layers": 92}, r"share out 1\.\.num_hidden_layers=92"),
+        ({"num_hidden_layers": 92}, r"share out 1\.\.num_hidden_layers=92;.* outside: \[93\]"),
         ({"num_hidden_layers": 94}, r"num_hidden_layers=94.*missing: \[94\]"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported \(situ, silu\)"),
         ({"mla_use_nope": False}, "mla_use_nope=false is not supported"),
@@ -170,6 +170,18 @@ def test_published_kimi_linear() -> None:
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small' must be a number"),
         ({"attn_res_block_size": -1}, "attn_res_block_size=-1 must be a non-negative integer"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1 must be positive"),
+        ({"routed_scaling_factor": math.nan}, "routed_scaling_factor=nan must be a number"),
+        ({"activation_situ_beta": 0}, "activation_situ_beta=0 must be positive"),
+        ({"mla_use_output_gate": "false"}, "mla_use_output_gate='false' must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+        ({"num_experts": "896"}, "num_experts='896' must be a non-negative integer"),
+        ({"num_shared_experts": "2"}, "num_shared_experts='2' must be a non-negative integer"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings='long' must be"),
+        (
+            {"use_grouped_topk": False, "num_expert_group": 4, "topk_group": 4},
+            "use_grouped_topk=false with num_expert_group=4 is not supported",
+        ),
         ({"linear_attn_config": None}, "linear_attn_config is missing or not an object"),
         ({"quantization_config": {"format": "nvfp4-pack-quantized"}}, "'nvfp4-pack-quantized' is"),
     ],
@@ -196,6 +208,32 @@ def test_refused_linear_attention(changes: dict[str, Any], message: str) -> None
     root["text_config"]["linear_attn_config"] |= changes
     with pytest.raises(ConfigError, match=message):
         parse_model_config(root)
+
+
+def test_a_key_that_is_not_there_is_called_missing() -> None:
+    root = published_k3()
+    del root["text_config"]["kv_lora_rank"]
+    with pytest.raises(ConfigError, match="kv_lora_rank is missing"):
+        parse_model_config(root)
+
+
+@pytest.mark.parametrize("token_id", [-1, 163840, "[EOS]", True, [163585, None]])
+def test_an_end_token_outside_the_vocabulary_is_refused(token_id: object) -> None:
+    for root, generation_eos, file_name in (
+        (published_k3() | {"eos_token_id": token_id}, None, "config.json"),
+        (published_k3(), token_id, "generation_config.json"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{file_name}: eos_token_id=.* is no token id in"):
+            parse_model_config(root, generation_eos)
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"[]", b"\xff{}", b"{"])
+def test_an_unreadable_file_is_named(tmp_path: Path, file_name: str, content: bytes) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_k3()))
+    (tmp_path / file_name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"/{file_name}: "):
+        load_model_config(tmp_path)
 
 
 def test_other_models_are_refused_by_name() -> None:

@@ -180,3 +180,9 @@ def test_requests_do_not_share_what_they_own() -> None:
 
 def test_finish_reasons_are_spelt_as_openai_does_where_it_has_a_word() -> None:
     assert [FinishReason.STOP.value, FinishReason.LENGTH.value] == ["stop", "length"]
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="\n").stop_strings == ("\n",)
+    assert SamplingParams(stop=("a", "b")).stop_strings == ("a", "b")
+    assert SamplingParams(stop=None).stop_strings == SamplingParams().stop_strings == ()

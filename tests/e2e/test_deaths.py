@@ -138,7 +138,7 @@ def test_a_refused_request_harms_nobody(folder: Path) -> None:
         expected = llm.generate("hello", good)[0].outputs
         # Each of these would reach the loop as a message that it cannot read.
         for bad in (
-            SamplingParams(stop="x"),  # type: ignore[arg-type]
+            SamplingParams(stop=3),  # type: ignore[arg-type]
             SamplingParams(stop_token_ids=("x",)),  # type: ignore[arg-type]
             SamplingParams(ignore_eos=3),  # type: ignore[arg-type]
             SamplingParams(temperature=2**70),

@@ -84,6 +84,14 @@ def test_logprobs_are_objects_with_names(generate: Any) -> None:
     assert output["prompt_logprobs"][1]["token_id"] == ord("b")
 
 
+def test_a_bias_is_read_by_token_id(generate: Any, stagecoach: Stagecoach, folder: Path) -> None:
+    assert generate("--prompt", "x", "--logit-bias", '{"65": 100}') == "AAAAAA\n"
+    for text in ("[1]", '{"A": 1}', '{"65": "high"}', "{"):
+        result = stagecoach("generate", "--model", folder, "--prompt", "x", "--logit-bias", text)
+        assert result.status == 1 and result.stdout == ""
+        assert result.stderr.startswith("stagecoach: RequestError: logit_bias: must be a JSON")
+
+
 def test_one_prompt_is_printed_as_it_is_written(generate: Any) -> None:
     [output] = json.loads(generate("--prompt", "hello", "--json"))["outputs"]
     assert generate("--prompt", "hello") == output["text"] + "\n"

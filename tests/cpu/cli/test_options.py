@@ -178,3 +178,20 @@ def test_help_shows_each_doc_line_and_default() -> None:
         assert field_docs()[item.name] in text
         if item.default not in (None, False, dataclasses.MISSING):
             assert f"[default: {item.default}]" in text
+
+
+def test_a_command_may_have_defaults_of_its_own(config_file: Path) -> None:
+    received: list[dict[str, Any]] = []
+
+    def command(*, engine_options: dict[str, Any]) -> None:
+        """Keeps what it gets."""
+        received.append(engine_options)
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(with_engine_options(command, pipeline_parallel_size=2))
+    config_file.write_text("pipeline_parallel_size: 3")
+    for arguments in ((), ("--config", str(config_file)), ("-pp", "4")):
+        assert CliRunner().invoke(app, list(arguments)).exit_code == 0
+    assert [options["pipeline_parallel_size"] for options in received] == [2, 3, 4]
+    help_text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    assert "Pipeline stages. [default: 2]" in help_text

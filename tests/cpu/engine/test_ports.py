@@ -6,9 +6,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+import zmq
 
 from stagecoach.engine.messages import (
     Abort,
@@ -232,6 +233,31 @@ def test_a_waiting_message_ends_the_wait_at_once(carrier: Carrier) -> None:
     in_threads([lambda: carrier.loop.wait(None)])
     in_threads([lambda: carrier.loop.wait(None)])
     assert carrier.loop.receive_clients() == [(0, Shutdown())]
+
+
+def test_a_send_in_the_middle_of_a_send_waits_for_nobody(
+    zmq_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs in any thread at any moment, and may end a stream."""
+    loop = ZmqLoopPort(zmq_folder, 0)
+    client = ZmqClientPort(zmq_folder, 0)
+    first, nested = GetStats(query_id=1), Abort(request_ids=(2,))
+    send_multipart = zmq.Socket.send_multipart
+    inside = [nested]
+
+    def interrupted(socket: Any, parts: Any) -> Any:
+        if inside:
+            client.send(inside.pop())
+        return send_multipart(socket, parts)
+
+    try:
+        assert from_clients(loop, 1) == [(0, Hello())]
+        monkeypatch.setattr(zmq.Socket, "send_multipart", interrupted)
+        in_threads([lambda: client.send(first)])
+        assert from_clients(loop, 2) == [(0, first), (0, nested)]
+    finally:
+        client.close()
+        loop.close()
 
 
 def test_several_clients_are_told_apart(zmq_folder: Path) -> None:

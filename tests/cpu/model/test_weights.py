@@ -357,10 +357,20 @@ def test_an_index_and_a_shard_that_disagree(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-def test_an_unreadable_index(folder: Path, text: str) -> None:
-    (folder / INDEX_NAME).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"{INDEX_NAME}: no readable weight_map"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff{}", "not valid JSON"),
+        (b"[]", "must hold a JSON object, not list"),
+        (b"{}", "weight_map must map names of tensors to files"),
+        (b'{"weight_map": 3}', "weight_map must map names of tensors to files"),
+        (b'{"weight_map": {"a": 1}}', "weight_map must map names of tensors to files"),
+    ],
+)
+def test_an_unreadable_index(folder: Path, content: bytes, message: str) -> None:
+    (folder / INDEX_NAME).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{INDEX_NAME}: {message}"):
         load(folder)
 
 

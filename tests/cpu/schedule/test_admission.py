@@ -5,6 +5,7 @@ import pytest
 from stagecoach.errors import RequestError
 from stagecoach.schedule.admission import (
     check_fits_pool,
+    check_min_tokens,
     longest_computed,
     may_start,
     pages_to_start,
@@ -20,6 +21,13 @@ def test_max_tokens_is_capped_by_the_models_length(
     max_tokens: int | None, num_prompt_tokens: int, max_model_len: int, resolved: int
 ) -> None:
     assert resolve_max_tokens(max_tokens, num_prompt_tokens, max_model_len) == resolved
+
+
+def test_a_least_output_beyond_the_models_length_is_refused() -> None:
+    check_min_tokens(min_tokens=10, max_tokens=10)
+    with pytest.raises(RequestError, match=r"min_tokens: 11 outputs .* leaves room for 10") as e:
+        check_min_tokens(min_tokens=11, max_tokens=10)
+    assert e.value.field == "min_tokens"
 
 
 def test_the_last_output_is_never_forwarded() -> None:

@@ -255,6 +255,7 @@ def test_prompt_logprob_targets_follow_each_row_inside_the_prompt() -> None:
         (14, {"max_tokens": 4}, "max_tokens"),  # fits the model, not the pool
         (3, {"max_tokens": 0}, "max_tokens"),
         (3, {"max_tokens": 10**9}, "max_tokens"),
+        (14, {"min_tokens": 11, "max_tokens": None}, "min_tokens"),  # room for 10
         (3, {"temperature": float("nan")}, "temperature"),
         (3, {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids"),
     ],

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
+from stagecoach.errors import CheckpointError
 from stagecoach.text.tokenizer import (
     MAX_RUN_CHARS,
     SPECIAL_TOKEN_OFFSETS,
@@ -152,6 +153,37 @@ def test_a_bad_rank_file_is_refused(tmp_path: Path, line: str) -> None:
         read_ranks(path)
 
 
+@pytest.mark.parametrize(
+    "added", [[], {"abc": {"content": "[EOS]"}}, {"256": {}}, {"256": "[EOS]"}, None]
+)
+def test_added_tokens_of_another_form_are_refused(tmp_path: Path, added: object) -> None:
+    folder = write_folder(tmp_path, BYTES, {})
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder must map"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff{}"])
+def test_an_unreadable_tokenizer_config_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    folder = write_folder(tmp_path, BYTES, {})
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
+        load_tokenizer(folder)
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tiktoken\.model: holds no token"):
+        load_tokenizer(write_folder(tmp_path, [], {}))
+
+
+def test_the_vocabulary_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, BYTES, {})
+    assert load_tokenizer(folder, model_vocab_size=512).vocab_size == 512
+    for size in (511, 513):
+        with pytest.raises(ValueError, match=f"has 512 tokens, the model's vocab_size={size}"):
+            load_tokenizer(folder, model_vocab_size=size)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither tiktoken"):
         load_tokenizer(tmp_path)
@@ -175,4 +207,12 @@ def test_a_tokenizer_json_serves_as_well(tmp_path: Path) -> None:
     assert tokenizer.special_id("[EOS]") not in ids
     assert tokenizer.decode_bytes(ids).decode() == text
     assert tokenizer.eos_token_ids == (0, 1)
-    assert tokenizer.vocab_size == backend.get_vocab_size()
+    size = backend.get_vocab_size()
+    assert tokenizer.vocab_size == size
+    padded = load_tokenizer(tmp_path, model_vocab_size=size + 2)
+    assert padded.decode_bytes([*ids, size + 1]).decode() == text
+    with pytest.raises(ValueError, match=f"vocab_size={size - 1}"):
+        load_tokenizer(tmp_path, model_vocab_size=size - 1)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
+        load_tokenizer(tmp_path)
