@@ -113,14 +113,7 @@ def _layout(llm: LLM) -> str:
 
 def _table(llm: LLM, answers: list[_Answer]) -> Table:
     table = Table(title=_layout(llm))
-    for column in (
-        "prompt",
-        "prompt tokens",
-        "prefill ms",
-        "output tokens",
-        "decode ms",
-        "decode tokens/s",
-    ):
+    for column in ("prompt", "tokens in", "prefill ms", "tokens out", "decode ms", "tokens/s"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for answer in answers:
         timings = answer.output.timings
