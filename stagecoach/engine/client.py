@@ -7,7 +7,6 @@ sink that came with it. Knows no text.
 import atexit
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -36,6 +35,8 @@ from stagecoach.schedule.commit import Progress
 Sink = Callable[[Progress | StagecoachError], None]
 
 _POLL_SECONDS = 0.1
+# After a failure was reported, how long to wait for the watcher's word on who was killed.
+_CAUSE_SECONDS = 1.0
 # An engine has one client so far; ids leave room for more.
 _CLIENT = 0
 
@@ -240,13 +241,8 @@ class EngineClient:
         """A killed worker breaks its neighbours' connections: prefer the one that was killed."""
         if not isinstance(reported, EngineDeadError):
             return reported
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            failure = self._engine.failure()
-            if failure is not None:
-                return failure if "killed" in str(failure) else reported
-            time.sleep(0.02)
-        return reported
+        failure = self._engine.failure(_CAUSE_SECONDS)
+        return failure if failure is not None and "killed" in str(failure) else reported
 
     def _fail(self, failure: StagecoachError) -> None:
         with self._lock:

@@ -44,8 +44,8 @@ class RunningEngine(Protocol):
 
     port: ClientPort
 
-    def failure(self) -> EngineDeadError | None:
-        """Why the engine ended, once it did unasked."""
+    def failure(self, timeout_seconds: float = 0.0) -> EngineDeadError | None:
+        """Why the engine ended, once it did unasked; waits that long for it to become known."""
 
     def stop(self, *, in_order: bool = True) -> None:
         """End everything in order, then (or only) by force; returns when all have ended."""
@@ -64,6 +64,7 @@ class ProcessEngine:
     def __init__(self, config: ResolvedConfig) -> None:
         self._folder = _make_folder()
         self._failure: EngineDeadError | None = None
+        self._has_failed = threading.Event()
         self._is_stopping = threading.Event()
         topology = Topology(
             num_stages=config.engine.pipeline_parallel_size,
@@ -99,7 +100,8 @@ class ProcessEngine:
             if process.pid is not None
         }
 
-    def failure(self) -> EngineDeadError | None:
+    def failure(self, timeout_seconds: float = 0.0) -> EngineDeadError | None:
+        self._has_failed.wait(timeout_seconds)
         return self._failure
 
     def stop(self, *, in_order: bool = True) -> None:
@@ -138,11 +140,12 @@ class ProcessEngine:
         ended = wait([process.sentinel for process in self._processes.values()])
         if self._is_stopping.is_set():
             return
-        time.sleep(_BLAME_SECONDS)
+        _join_all(list(self._processes.values()), _BLAME_SECONDS)
         first_ended = [
             name for name, process in self._processes.items() if process.sentinel in ended
         ]
         self._failure = WorkerDiedError(self._describe(first_ended))
+        self._has_failed.set()
         end_processes(list(self._processes.values()), grace_seconds=0.0)
 
     def _describe(self, first_ended: list[str]) -> str:
@@ -158,6 +161,7 @@ class ThreadEngine:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self._failure: EngineDeadError | None = None
+        self._has_failed = threading.Event()
         topology = Topology(
             num_stages=config.engine.pipeline_parallel_size,
             tp_size=config.engine.tensor_parallel_size,
@@ -171,7 +175,8 @@ class ThreadEngine:
         loop_thread.start()
         self._threads.append(loop_thread)
 
-    def failure(self) -> EngineDeadError | None:
+    def failure(self, timeout_seconds: float = 0.0) -> EngineDeadError | None:
+        self._has_failed.wait(timeout_seconds)
         return self._failure
 
     def stop(self, *, in_order: bool = True) -> None:
@@ -187,6 +192,8 @@ class ThreadEngine:
             self._failure = error
         except Exception as error:  # noqa: BLE001 - the loop ends here; clients get the cause
             self._failure = EngineDeadError(str(error) or repr(error))
+        if self._failure is not None:
+            self._has_failed.set()
 
 
 def _make_folder() -> Path:
@@ -218,18 +225,22 @@ def _apart_from_caller() -> Iterator[None]:
 
 def end_processes(processes: list[BaseProcess], grace_seconds: float) -> None:
     """Join, then terminate, then kill; returns when all have ended."""
-    deadline = time.monotonic() + grace_seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+    _join_all(processes, grace_seconds)
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + _KILL_SECONDS
+    _join_all(processes, _KILL_SECONDS)
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def _join_all(processes: list[BaseProcess], seconds: float) -> None:
+    """Return when all have ended, or the time is over."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _ending(exit_code: int | None) -> str:
