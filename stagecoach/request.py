@@ -174,11 +174,6 @@ class Request:
         """Committed tokens: the prompt and the accepted output (N of the design)."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def is_decoding(self) -> bool:
-        """Only the newest token is left to forward, and an output exists."""
-        return bool(self.output_token_ids) and self.num_computed >= self.num_tokens - 1
-
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Committed tokens [start, end)."""
         num_prompt = len(self.prompt_token_ids)

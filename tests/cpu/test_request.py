@@ -150,18 +150,6 @@ def make_request(num_computed: int, outputs: list[int]) -> Request:
     )
 
 
-@pytest.mark.parametrize(
-    ("num_computed", "outputs", "is_decoding"),
-    [(0, [], False), (3, [], False), (3, [20], True), (4, [20], True), (2, [20], False)],
-)
-def test_decoding_is_when_only_the_newest_token_is_left(
-    num_computed: int, outputs: list[int], *, is_decoding: bool
-) -> None:
-    request = make_request(num_computed, outputs)
-    assert request.is_decoding is is_decoding
-    assert (request.num_prompt_tokens, request.num_tokens) == (3, 3 + len(outputs))
-
-
 def test_token_ids_of_any_span_cross_from_prompt_to_output() -> None:
     request = make_request(0, [20, 21, 22])
     all_tokens = (10, 11, 12, 20, 21, 22)
