@@ -9,13 +9,9 @@ loops, in float32 as ours and in the checkpoint's bfloat16. The table goes to st
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import queue
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +23,7 @@ from mlx import nn
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import kimi_k3 as mlx_kimi_k3
 
+from bench.report import machine_line
 from stagecoach import LLM, SamplingParams
 from stagecoach.checkpoint_folder import checkpoint_folder
 
@@ -208,31 +205,6 @@ def table_rows(title: str, figures: dict[str, list[float]]) -> list[str]:
     return rows
 
 
-def environment() -> list[str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--", "stagecoach"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "mlx", "mlx-lm")
-    )
-    model_name = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            model_name = line.split(":", 1)[1].strip()
-            break
-    return [
-        f"Machine: {model_name}, {len(os.sched_getaffinity(0))} cores. "
-        f"Python {platform.python_version()}, {versions}. "
-        f"Commit {commit}{' with local changes' if dirty else ''}.",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="demo", help="checkpoint folder or name")
@@ -272,7 +244,7 @@ def main() -> None:
         [
             "# CPU benchmark",
             "",
-            *environment(),
+            machine_line(("torch", "mlx", "mlx-lm")),
             f"Command: `scripts/bench cpu --model {arguments.model} --rounds "
             f"{arguments.rounds}`. Prompt {PROMPT_TOKENS} tokens, {DECODE_TOKENS} output "
             "tokens, greedy.",

@@ -1,6 +1,6 @@
 """Stagecoach: Kimi-K3-class models across pipeline stages and tensor-parallel ranks."""
 
-from stagecoach.config import EngineConfig
+from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import StagecoachError
 from stagecoach.llm import LLM
 from stagecoach.outputs import CompletionOutput, RequestOutput
@@ -14,6 +14,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "SpeculativeConfig",
     "StagecoachError",
     "__version__",
 ]

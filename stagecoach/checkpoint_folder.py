@@ -1,4 +1,4 @@
-"""From the name of a model to the folder with its checkpoint.
+"""From the name of a model or a draft to the folder with its checkpoint.
 
 Owns the names that need no path and the user's cache folder; the one module that asks the
 environment where that folder is. Reads nothing inside a checkpoint.
@@ -8,8 +8,10 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from stagecoach.config import option, speculation_key
 from stagecoach.errors import ConfigError
 
 _PACKAGE = Path(__file__).parent
@@ -25,10 +27,26 @@ def checkpoint_folder(model: str) -> Path:
         ConfigError: there is no such folder.
     """
     if model == "demo":
-        return _existing(_PACKAGE / "demo" / "checkpoint", model)
-    if model == "tiny":
-        return _tiny_folder()
-    return _existing(Path(model).expanduser(), model)
+        folder = _PACKAGE / "demo" / "checkpoint"
+    elif model == "tiny":
+        folder = _made_folder("tiny", _write_tiny_model)
+    else:
+        folder = Path(model).expanduser()
+    return _existing(folder, f"{option('model')}={model}", "demo or tiny")
+
+
+def draft_folder(model: str) -> Path:
+    """The folder of a draft: `demo-draft` (packaged, for `demo`), `tiny-draft` or a path.
+
+    `tiny-draft` is made on first use, for `tiny`. Errors as of `checkpoint_folder`.
+    """
+    if model == "demo-draft":
+        folder = _PACKAGE / "demo" / "draft_checkpoint"
+    elif model == "tiny-draft":
+        folder = _made_folder("tiny-draft", _write_tiny_draft)
+    else:
+        folder = Path(model).expanduser()
+    return _existing(folder, f"{speculation_key('model')}={model}", "demo-draft or tiny-draft")
 
 
 def cache_folder() -> Path:
@@ -39,38 +57,49 @@ def cache_folder() -> Path:
     return root / "stagecoach"
 
 
-def _existing(folder: Path, model: str) -> Path:
+def _existing(folder: Path, given: str, names: str) -> Path:
     if not folder.is_dir():
-        raise ConfigError(
-            f"--model={model}: {folder} is not a folder (give a checkpoint folder, demo or tiny)"
-        )
+        raise ConfigError(f"{given}: {folder} is not a folder (give a checkpoint folder, {names})")
     return folder
 
 
-def _tiny_folder() -> Path:
-    folder = cache_folder() / f"tiny-{_writer_digest()}"
+def _made_folder(name: str, write: Callable[[Path], None]) -> Path:
+    """A checkpoint in the cache folder, written if this version never wrote it."""
+    folder = cache_folder() / f"{name}-{_writer_digest()}"
     if folder.is_dir():
         return folder
-    # Late, because it needs torch, and all that only asks for a path should not.
-    from stagecoach.model import tiny
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Made aside and renamed, so that nobody ever sees half of it.
-    draft = Path(tempfile.mkdtemp(prefix="tiny-", dir=folder.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
     try:
-        tiny.write_tiny_model(draft, tiny.kimi_k3_config(tiny.TinyShape()), _TINY_SEED)
-        draft.rename(folder)
+        write(unfinished)
+        unfinished.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was first
             raise
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
+def _write_tiny_model(folder: Path) -> None:
+    # Late, because it needs torch, and all that only asks for a path should not.
+    from stagecoach.model import tiny
+
+    tiny.write_tiny_model(folder, tiny.kimi_k3_config(tiny.TinyShape()), _TINY_SEED)
+
+
+def _write_tiny_draft(folder: Path) -> None:
+    # Late for the same reason.
+    from stagecoach.draft import tiny
+
+    tiny.write_tiny_draft(folder, tiny.mla_draft_config(tiny.TinyDraftShape()), _TINY_SEED)
+
+
 def _writer_digest() -> str:
-    """Changes with the code that writes the checkpoint, so that none is ever stale."""
+    """Changes with the code that writes the checkpoints, so that none is ever stale."""
     digest = hashlib.blake2b(digest_size=6)
-    for path in sorted((_PACKAGE / "model").glob("*.py")):
-        digest.update(path.read_bytes())
+    for package in ("model", "draft"):
+        for path in sorted((_PACKAGE / package).glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

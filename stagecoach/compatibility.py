@@ -1,9 +1,10 @@
 """What is refused, and why: the one table of combinations.
 
-Owns every rule that joins two options, or an option and a fact of the model. Ranges of single
-options are config.py's, values of config.json that no code implements are model_config.py's.
-The table is evaluated before a process starts or a weight is read; the support table, which
-`stagecoach support` prints, and the tests are made from it.
+Owns every rule that joins two options, or an option or a fact of the draft and a fact of the
+model. Ranges of single options are config.py's, values of config.json that no code implements
+are model_config.py's and draft_config.py's. The table is evaluated before a process starts or
+a weight is read; the support table, which `stagecoach support` prints, and the tests are made
+from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
-from stagecoach.config import EngineConfig, option
+from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
+from stagecoach.draft_config import DraftConfig, DraftGqaConfig
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import LayerKind, ModelConfig
 
@@ -19,20 +21,29 @@ from stagecoach.model_config import LayerKind, ModelConfig
 Parts = tuple[tuple[str, object], ...]
 
 
+class Combination(NamedTuple):
+    """What a rule judges: the options, and the facts of the checkpoints that they name."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    draft: DraftConfig | None  # None: no speculation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One refused combination."""
 
     name: str
-    features: tuple[str, ...]  # of FEATURES, limited by this rule
-    axes: frozenset[str]  # of "pp" and "tp": it can hit only when all of them are above 1
+    features: tuple[str, ...] = ()  # of FEATURES, limited by this rule
+    # Of "pp" and "tp": it can hit only when all of them are above 1.
+    axes: frozenset[str] = frozenset()
     requires: str  # what must hold, as words that follow "if" or "unless"
     reason: str
-    parts: Callable[[EngineConfig, ModelConfig], Parts]
-    is_refused: Callable[[EngineConfig, ModelConfig], bool]
+    parts: Callable[[Combination], Parts]
+    is_refused: Callable[[Combination], bool]
 
-    def message(self, engine: EngineConfig, model: ModelConfig) -> str:
-        joined = " and ".join(f"{name}={value}" for name, value in self.parts(engine, model))
+    def message(self, asked: Combination) -> str:
+        joined = " and ".join(f"{name}={value}" for name, value in self.parts(asked))
         return f"{joined}: refused unless {self.requires} ({self.reason})"
 
 
@@ -60,6 +71,10 @@ FEATURES = (
     "abort",
     "sampling parameters",
     "logprobs, prompt logprobs",
+    "speculation, MLA draft",
+    "speculation, GQA draft",
+    "confidence schedule, watchdog",
+    "rejection acceptance",
 )
 
 LAYOUTS = (
@@ -71,28 +86,29 @@ LAYOUTS = (
 
 _TP = "tensor_parallel_size"
 _PP = "pipeline_parallel_size"
+_DRAFTS = ("speculation, MLA draft", "speculation, GQA draft")
 
 
 def _divides(
     name: str,
-    feature: str,
+    features: tuple[str, ...],
     key: str,
     what: str,
     reason: str,
-    size: Callable[[ModelConfig], int],
+    size: Callable[[Combination], int],
 ) -> Rule:
-    """tensor_parallel_size must divide a size; 0 stands for a part that the model lacks."""
+    """tensor_parallel_size must divide a size; 0 stands for a part that is not there."""
     return Rule(
         name=name,
-        features=(feature,),
+        features=features,
         axes=frozenset({"tp"}),
         requires=f"tp divides {what}",
         reason=reason,
-        parts=lambda engine, model: (
-            (option(_TP), engine.tensor_parallel_size),
-            (key, size(model)),
+        parts=lambda asked: (
+            (option(_TP), asked.engine.tensor_parallel_size),
+            (key, size(asked)),
         ),
-        is_refused=lambda engine, model: size(model) % engine.tensor_parallel_size != 0,
+        is_refused=lambda asked: size(asked) % asked.engine.tensor_parallel_size != 0,
     )
 
 
@@ -100,32 +116,93 @@ def _partition_rule(
     name: str,
     requires: str,
     reason: str,
-    fact: Callable[[EngineConfig, ModelConfig], tuple[str, object]],
-    is_refused: Callable[[tuple[int, ...], EngineConfig, ModelConfig], bool],
+    fact: Callable[[Combination], tuple[str, object]],
+    is_refused: Callable[[tuple[int, ...], Combination], bool],
 ) -> Rule:
     """A rule about pp_partition, which holds without one."""
     return Rule(
         name=name,
-        features=(),
-        axes=frozenset(),
         requires=requires,
         reason=reason,
-        parts=lambda engine, model: (
-            (option("pp_partition"), ",".join(map(str, engine.pp_partition or ()))),
-            fact(engine, model),
+        parts=lambda asked: (
+            (option("pp_partition"), ",".join(map(str, asked.engine.pp_partition or ()))),
+            fact(asked),
         ),
-        is_refused=lambda engine, model: (
-            engine.pp_partition is not None and is_refused(engine.pp_partition, engine, model)
+        is_refused=lambda asked: (
+            asked.engine.pp_partition is not None and is_refused(asked.engine.pp_partition, asked)
         ),
     )
 
 
-def _num_stages(engine: EngineConfig, model: ModelConfig) -> tuple[str, object]:
-    return option(_PP), engine.pipeline_parallel_size
+def _draft_rule(
+    name: str,
+    requires: str,
+    reason: str,
+    parts: Callable[[DraftConfig, Combination], Parts],
+    is_refused: Callable[[DraftConfig, Combination], bool],
+) -> Rule:
+    """A rule about the draft and its target, which holds without a draft."""
+    return Rule(
+        name=name,
+        requires=requires,
+        reason=reason,
+        parts=lambda asked: (
+            _speculation_part(asked, "model"),
+            *(() if asked.draft is None else parts(asked.draft, asked)),
+        ),
+        is_refused=lambda asked: asked.draft is not None and is_refused(asked.draft, asked),
+    )
 
 
-def _num_layers(engine: EngineConfig, model: ModelConfig) -> tuple[str, object]:
-    return "num_hidden_layers", model.num_layers
+def _synthetic_rule(
+    key: str, requires: str, reason: str, is_refused: Callable[[SpeculativeConfig], bool]
+) -> Rule:
+    """A rule about a key that forced acceptance leaves without meaning."""
+    name = "synthetic_acceptance_length"
+    return Rule(
+        name=f"synthetic-{key.split('_')[-1]}",
+        requires=requires,
+        reason=reason,
+        parts=lambda asked: (_speculation_part(asked, name), _speculation_part(asked, key)),
+        is_refused=lambda asked: (
+            asked.engine.speculative_config is not None
+            and asked.engine.speculative_config.synthetic_acceptance_length is not None
+            and is_refused(asked.engine.speculative_config)
+        ),
+    )
+
+
+def _speculation_part(asked: Combination, key: str) -> tuple[str, object]:
+    value = getattr(asked.engine.speculative_config, key)
+    # As JSON spells it.
+    return speculation_key(key), str(value).lower() if isinstance(value, bool) else value
+
+
+def _num_stages(asked: Combination) -> tuple[str, object]:
+    return option(_PP), asked.engine.pipeline_parallel_size
+
+
+def _num_layers(asked: Combination) -> tuple[str, object]:
+    return "num_hidden_layers", asked.model.num_layers
+
+
+def _num_speculative_tokens(asked: Combination) -> int:
+    return (
+        asked.engine.speculative_config.num_speculative_tokens
+        if asked.engine.speculative_config
+        else 0
+    )
+
+
+def _num_draft_kv_heads(asked: Combination) -> int:
+    if asked.draft is None or not isinstance(asked.draft.attention, DraftGqaConfig):
+        return 0
+    return asked.draft.attention.num_kv_heads
+
+
+def _expert_width(asked: Combination) -> int:
+    model = asked.model
+    return model.moe.intermediate_size if model.moe and any(model.is_moe_layer) else 0
 
 
 def _pages_of_longest_request(engine: EngineConfig) -> int:
@@ -138,35 +215,59 @@ def _pages_of_longest_request(engine: EngineConfig) -> int:
 TABLE: tuple[Rule, ...] = (
     _divides(
         "kda-heads",
-        "KDA",
+        ("KDA",),
         "linear_attn_config.num_heads",
         "the KDA heads",
         "a rank holds whole heads and their state",
-        lambda model: model.kda.num_heads if LayerKind.KDA in model.layer_kinds else 0,
+        lambda asked: asked.model.kda.num_heads if LayerKind.KDA in asked.model.layer_kinds else 0,
     ),
     _divides(
         "mla-heads",
-        "MLA",
+        ("MLA",),
         "num_attention_heads",
         "the MLA heads",
         "a rank holds whole heads",
-        lambda model: model.mla.num_heads if LayerKind.MLA in model.layer_kinds else 0,
+        lambda asked: asked.model.mla.num_heads if LayerKind.MLA in asked.model.layer_kinds else 0,
     ),
     _divides(
         "dense-width",
-        "dense MLP",
+        ("dense MLP",),
         "intermediate_size",
         "the width of the dense MLP",
         "ranks hold equal parts of it",
-        lambda model: 0 if all(model.is_moe_layer) else model.dense_intermediate_size,
+        lambda asked: 0 if all(asked.model.is_moe_layer) else asked.model.dense_intermediate_size,
     ),
     _divides(
         "expert-width",
-        "MoE",
+        ("MoE",),
         "moe_intermediate_size",
         "the width of an expert",
         "ranks hold equal parts of each; shared experts are a multiple of it",
-        lambda model: model.moe.intermediate_size if model.moe and any(model.is_moe_layer) else 0,
+        _expert_width,
+    ),
+    _divides(
+        "draft-heads",
+        _DRAFTS,
+        "the draft's num_attention_heads",
+        "the draft's heads",
+        "a rank holds whole heads",
+        lambda asked: asked.draft.attention.num_heads if asked.draft else 0,
+    ),
+    _divides(
+        "draft-kv-heads",
+        ("speculation, GQA draft",),
+        "the draft's num_key_value_heads",
+        "the draft's key-value heads",
+        "a rank holds whole heads and their cache rows",
+        _num_draft_kv_heads,
+    ),
+    _divides(
+        "draft-width",
+        _DRAFTS,
+        "the draft's intermediate_size",
+        "the width of the draft's MLP",
+        "ranks hold equal parts of it",
+        lambda asked: asked.draft.intermediate_size if asked.draft else 0,
     ),
     Rule(
         name="stages",
@@ -174,65 +275,131 @@ TABLE: tuple[Rule, ...] = (
         axes=frozenset({"pp"}),
         requires="pp is at most the number of layers",
         reason="a stage holds at least one layer",
-        parts=lambda engine, model: (_num_stages(engine, model), _num_layers(engine, model)),
-        is_refused=lambda engine, model: engine.pipeline_parallel_size > model.num_layers,
+        parts=lambda asked: (_num_stages(asked), _num_layers(asked)),
+        is_refused=lambda asked: asked.engine.pipeline_parallel_size > asked.model.num_layers,
     ),
     _partition_rule(
         "partition-length",
         "pp_partition has one number for every stage",
         "a stage holds the layers that its number says",
         _num_stages,
-        lambda partition, engine, model: len(partition) != engine.pipeline_parallel_size,
+        lambda partition, asked: len(partition) != asked.engine.pipeline_parallel_size,
     ),
     _partition_rule(
         "partition-empty-stage",
         "every number of pp_partition is at least 1",
         "a stage holds at least one layer",
         _num_stages,
-        lambda partition, engine, model: min(partition) < 1,
+        lambda partition, _: min(partition) < 1,
     ),
     _partition_rule(
         "partition-sum",
         "pp_partition adds up to num_hidden_layers",
         "each layer belongs to one stage",
         _num_layers,
-        lambda partition, engine, model: sum(partition) != model.num_layers,
+        lambda partition, asked: sum(partition) != asked.model.num_layers,
     ),
     Rule(
         name="model-length",
-        features=(),
-        axes=frozenset(),
         requires="max_model_len is at most max_position_embeddings",
         reason="the model never saw longer texts; to insist, raise its key with --hf-overrides",
-        parts=lambda engine, model: (
-            (option("max_model_len"), engine.max_model_len),
-            ("max_position_embeddings", model.max_position_embeddings),
+        parts=lambda asked: (
+            (option("max_model_len"), asked.engine.max_model_len),
+            ("max_position_embeddings", asked.model.max_position_embeddings),
         ),
-        is_refused=lambda engine, model: (
-            (engine.max_model_len or 0) > model.max_position_embeddings
+        is_refused=lambda asked: (
+            (asked.engine.max_model_len or 0) > asked.model.max_position_embeddings
         ),
     ),
     Rule(
         name="pages",
-        features=(),
-        axes=frozenset(),
         requires="the pages, one of which is reserved, hold a request of max_model_len",
         reason="a request that can never finish is not started",
-        parts=lambda engine, model: (
-            (option("num_gpu_blocks_override"), engine.num_gpu_blocks_override),
-            (option("block_size"), engine.block_size),
-            (option("max_model_len"), engine.max_model_len),
-            ("pages needed", _pages_of_longest_request(engine)),
+        parts=lambda asked: (
+            (option("num_gpu_blocks_override"), asked.engine.num_gpu_blocks_override),
+            (option("block_size"), asked.engine.block_size),
+            (option("max_model_len"), asked.engine.max_model_len),
+            ("pages needed", _pages_of_longest_request(asked.engine)),
         ),
-        is_refused=lambda engine, model: (
-            engine.num_gpu_blocks_override is not None
-            and engine.num_gpu_blocks_override < _pages_of_longest_request(engine)
+        is_refused=lambda asked: (
+            asked.engine.num_gpu_blocks_override is not None
+            and asked.engine.num_gpu_blocks_override < _pages_of_longest_request(asked.engine)
         ),
+    ),
+    _draft_rule(
+        "draft-hidden-size",
+        "the draft's hidden_size is the target's",
+        "a draft works with the hidden states of the model that it was trained on",
+        lambda draft, asked: (
+            ("the draft's hidden_size", draft.hidden_size),
+            ("the target's hidden_size", asked.model.hidden_size),
+        ),
+        lambda draft, asked: draft.hidden_size != asked.model.hidden_size,
+    ),
+    _draft_rule(
+        "draft-vocabulary",
+        "the draft's vocab_size is the target's",
+        "it shares the target's embedding and head",
+        lambda draft, asked: (
+            ("the draft's vocab_size", draft.vocab_size),
+            ("the target's vocab_size", asked.model.vocab_size),
+        ),
+        lambda draft, asked: draft.vocab_size != asked.model.vocab_size,
+    ),
+    _draft_rule(
+        "draft-mask",
+        "the draft's mask_token_id is below the target's vocab_size",
+        "the target's embedding has a row for it",
+        lambda draft, asked: (
+            ("the draft's mask_token_id", draft.mask_token_id),
+            ("the target's vocab_size", asked.model.vocab_size),
+        ),
+        lambda draft, asked: not 0 <= draft.mask_token_id < asked.model.vocab_size,
+    ),
+    _draft_rule(
+        "draft-taps",
+        "the draft's target_layer_ids are in -1..num_hidden_layers - 1",
+        "it reads outputs of those layers; -1 is the embedding",
+        lambda draft, asked: (
+            ("the draft's target_layer_ids", ",".join(map(str, draft.taps.layers))),
+            _num_layers(asked),
+        ),
+        lambda draft, asked: not ({*draft.taps.layers} <= {*range(-1, asked.model.num_layers)}),
+    ),
+    _draft_rule(
+        "draft-block",
+        "k is at most the draft's block length",
+        "it was trained to propose that many tokens in one pass",
+        lambda draft, asked: (
+            (speculation_key("num_speculative_tokens"), _num_speculative_tokens(asked)),
+            ("the draft's block length", draft.block_length),
+        ),
+        lambda draft, asked: (
+            draft.block_length is not None and _num_speculative_tokens(asked) > draft.block_length
+        ),
+    ),
+    _synthetic_rule(
+        "confidence_schedule",
+        "confidence_schedule is not true where acceptance is synthetic",
+        "confidences say nothing of acceptance that is forced",
+        lambda config: config.confidence_schedule is True,
+    ),
+    _synthetic_rule(
+        "watchdog",
+        "watchdog is not true where acceptance is synthetic",
+        "it would judge the draft by acceptance that is forced",
+        lambda config: config.watchdog is True,
+    ),
+    _synthetic_rule(
+        "acceptance",
+        "acceptance is shared where acceptance is synthetic",
+        "it is forced by a schedule, so no other rule decides",
+        lambda config: config.acceptance != "shared",
     ),
 )
 
 
-def check(engine: EngineConfig, model: ModelConfig) -> None:
+def check(asked: Combination) -> None:
     """Refuse what cannot be served.
 
     Raises:
@@ -240,8 +407,8 @@ def check(engine: EngineConfig, model: ModelConfig) -> None:
             values, what must hold, and why.
     """
     for rule in TABLE:
-        if rule.is_refused(engine, model):
-            raise ConfigError(rule.message(engine, model))
+        if rule.is_refused(asked):
+            raise ConfigError(rule.message(asked))
 
 
 def support_table() -> tuple[SupportRow, ...]:

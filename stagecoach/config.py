@@ -9,12 +9,104 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stagecoach.draft_config import DraftConfig
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import ModelConfig
 
 # Requests without a seed put their number beside it in one 63-bit key.
 MAX_ENGINE_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32", "float64")
+DRAFT_METHODS = ("dspark",)
+ACCEPTANCE_RULES = ("shared", "rejection")
+MAX_SPECULATIVE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """The keys of `--speculative-config`; names as in vLLM where it has the key."""
+
+    model: str = field(
+        metadata={"doc": "draft checkpoint folder, or `demo-draft` or `tiny-draft`; must be given"}
+    )
+    method: str = field(default="dspark", metadata={"doc": "how drafts are made: dspark"})
+    num_speculative_tokens: int = field(
+        default=7,
+        metadata={"doc": f"k, the most drafts of a verify window: 1 to {MAX_SPECULATIVE_TOKENS}"},
+    )
+    acceptance: str = field(
+        default="shared",
+        metadata={
+            "doc": "shared: draft and target choose with the same noise, so the tokens are those "
+            "of plain decoding; rejection: only their distribution is"
+        },
+    )
+    confidence_schedule: bool | None = field(
+        default=None,
+        metadata={
+            "doc": "whether confidences and measured step times choose each window's length; "
+            "otherwise it is k; null: yes, unless acceptance is synthetic"
+        },
+    )
+    watchdog: bool | None = field(
+        default=None,
+        metadata={
+            "doc": "whether drafting stops where it does not pay, with a probe from time to "
+            "time; null: yes, unless acceptance is synthetic"
+        },
+    )
+    synthetic_acceptance_length: float | None = field(
+        default=None,
+        metadata={
+            "doc": "for benchmarks: mean tokens of a verify round whatever the target says, so "
+            "the text is none of its own; 1 to k + 1; null: off"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise _speculation_error("model", self.model, "a folder or a draft's name")
+        most = MAX_SPECULATIVE_TOKENS
+        if not _is_number(self.num_speculative_tokens, int) or not (
+            1 <= self.num_speculative_tokens <= most
+        ):
+            raise _speculation_error(
+                "num_speculative_tokens", self.num_speculative_tokens, f"an integer in 1..{most}"
+            )
+        for name, allowed in (("method", DRAFT_METHODS), ("acceptance", ACCEPTANCE_RULES)):
+            if getattr(self, name) not in allowed:
+                raise _speculation_error(name, getattr(self, name), f"one of {', '.join(allowed)}")
+        for name in ("confidence_schedule", "watchdog"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _speculation_error(name, getattr(self, name), "true, false or null")
+        length, longest = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
+        # A NaN is in no range either.
+        if length is not None and not (_is_number(length, int | float) and 1 <= length <= longest):
+            raise _speculation_error(
+                "synthetic_acceptance_length",
+                length,
+                f"a number in 1..{longest} (num_speculative_tokens + 1)",
+            )
+
+    @staticmethod
+    def parse(values: object) -> "SpeculativeConfig":
+        """From the parsed JSON object; a SpeculativeConfig is returned as it is.
+
+        Raises:
+            ConfigError: no object, an unknown key (the known ones are named), no `model`, or a
+                value of the wrong type or outside its range.
+        """
+        if isinstance(values, SpeculativeConfig):
+            return values
+        flag = option("speculative_config")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{flag}={values!r}: must be a JSON object")
+        known = [item.name for item in dataclasses.fields(SpeculativeConfig)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"{flag}: unknown key {key!r}; known are {', '.join(known)}")
+        if "model" not in values:
+            raise ConfigError(f"{flag}: the key model is missing; it names the draft")
+        return SpeculativeConfig(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +180,13 @@ class EngineConfig:
     log_level: str = field(
         default="info", metadata={"doc": "Least severe messages on stderr: debug to error."}
     )
+    speculative_config: SpeculativeConfig | None = field(
+        default=None,
+        metadata={
+            "doc": "JSON object that switches speculation on and names its draft, as in "
+            """'{"model": "demo-draft", "num_speculative_tokens": 7}'."""
+        },
+    )
     debug_poison: bool = field(
         default=False,
         metadata={"doc": "Fill free pages and slots with NaN and check the pools at each step."},
@@ -117,6 +216,11 @@ class EngineConfig:
             raise ConfigError(f"--debug-poison={self.debug_poison!r}: must be true or false")
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError(f"--hf-overrides={self.hf_overrides!r}: must be a JSON object")
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ConfigError(
+                f"{option('speculative_config')}={self.speculative_config!r}: must be a "
+                "SpeculativeConfig; SpeculativeConfig.parse makes one of a dict"
+            )
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, ("cpu",))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
@@ -129,6 +233,19 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSpeculation:
+    """A SpeculativeConfig whose open values are settled, with the draft's facts beside it."""
+
+    draft: DraftConfig
+    checkpoint: Path
+    num_speculative_tokens: int
+    acceptance: str  # shared or rejection
+    has_confidence_schedule: bool
+    has_watchdog: bool
+    synthetic_acceptance_length: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
     """An EngineConfig whose `auto` values are settled, with the model's facts beside it."""
 
@@ -138,6 +255,17 @@ class ResolvedConfig:
     dtype: str  # bfloat16, float32 or float64
     max_model_len: int
     partition: tuple[int, ...]  # layers of each stage
+    speculation: ResolvedSpeculation | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most drafts of a window: k; 0 without speculation."""
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
+    def dummy_seed(self) -> int | None:
+        """Seed of random weights; None: the checkpoints are read."""
+        return self.engine.seed if self.engine.load_format == "dummy" else None
 
 
 def option(name: str) -> str:
@@ -145,12 +273,28 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def field_docs() -> dict[str, str]:
-    return {item.name: item.metadata.get("doc", "") for item in dataclasses.fields(EngineConfig)}
+def speculation_key(name: str) -> str:
+    """How errors spell a key of `--speculative-config`."""
+    return f"{option('speculative_config')} {name}"
+
+
+def field_docs(
+    config: type[EngineConfig] | type[SpeculativeConfig] = EngineConfig,
+) -> dict[str, str]:
+    return {item.name: item.metadata.get("doc", "") for item in dataclasses.fields(config)}
+
+
+def _speculation_error(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{speculation_key(name)}={value!r}: must be {allowed}")
+
+
+def _is_number(value: object, kinds: Any) -> bool:
+    """True is no 1 here."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _at_least(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if not _is_number(value, int) or value < low:
         raise ConfigError(f"{option(name)}={value!r}: must be an integer of at least {low}")
 
 

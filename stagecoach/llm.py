@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 
-from stagecoach.config import EngineConfig, ResolvedConfig
+from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.engine.client import EngineClient, Sink
 from stagecoach.engine.messages import EngineStats, LoadProgress
 from stagecoach.errors import CheckpointError, RequestError, StagecoachError
@@ -67,11 +67,13 @@ class LLM:
         Args:
             model: checkpoint folder, or `demo` or `tiny`.
             show_progress: draw a bar on stderr while weights load.
-            options: fields of EngineConfig.
+            options: fields of EngineConfig; `speculative_config` may be a dict of its keys.
 
         Raises:
             ConfigError, CheckpointError, EngineDeadError: why it cannot serve.
         """
+        if options.get("speculative_config") is not None:
+            options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
         config = resolve(EngineConfig(model=model, **options))
         try:
             self.tokenizer = load_tokenizer(

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from stagecoach.config_keys import ConfigKeys
 from stagecoach.errors import CheckpointError, ConfigError
 from stagecoach.json_file import read_json_object
 
@@ -88,6 +89,22 @@ class MoeConfig:
     topk_group: int
 
 
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Outputs of target layers that a drafter reads.
+
+    A tap's id is the decoder layer whose output it is; -1 is the embedding.
+    """
+
+    layers: tuple[int, ...]  # ascending, without repeats
+    # False: the running sum of the open block right after the layer. True: the attention
+    # residual mixture that the next reader (layer + 1, or the final norm) reads, before its norm.
+    are_mixtures: bool = False
+
+    def __post_init__(self) -> None:
+        assert list(self.layers) == sorted(set(self.layers)), f"taps out of order: {self}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Architecture of one decoder-only text model."""
@@ -161,7 +178,7 @@ def parse_model_config(root: dict[str, Any], generation_eos: Any = None) -> Mode
         raise ConfigError(
             f"config.json: model_type={model_type!r} is not supported (kimi_k3, kimi_linear)"
         )
-    keys = _Keys(text)
+    keys = ConfigKeys(text)
     num_layers = keys.size("num_hidden_layers")
     linear = keys.section("linear_attn_config")
     mla_layers, kda_layers = linear.integers("full_attn_layers"), linear.integers("kda_layers")
@@ -218,7 +235,8 @@ def parse_model_config(root: dict[str, Any], generation_eos: Any = None) -> Mode
             or 1048576
         ),
         tie_word_embeddings=keys.flag(
-            "tie_word_embeddings", default=_Keys(root).flag("tie_word_embeddings", default=False)
+            "tie_word_embeddings",
+            default=ConfigKeys(root).flag("tie_word_embeddings", default=False),
         ),
         dtype=_checkpoint_dtype(root, text),
         eos_token_ids=tuple(
@@ -233,79 +251,7 @@ def parse_model_config(root: dict[str, Any], generation_eos: Any = None) -> Mode
     )
 
 
-class _Keys:
-    """One object of config.json; a missing or mistyped key is refused by name."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(key, default)
-
-    def section(self, key: str) -> "_Keys":
-        value = self._values.get(key)
-        if not isinstance(value, dict):
-            raise ConfigError(f"config.json: {key} is missing or not an object")
-        return _Keys(value)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._values.get(key, default)
-        if value is None and key not in self._values:
-            raise ConfigError(f"config.json: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"config.json: {key}={value!r} must be a non-negative integer")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.integer(key, default)
-        if value == 0:
-            raise ConfigError(f"config.json: {key}=0 must be at least 1")
-        return value
-
-    def size_or_none(self, key: str) -> int | None:
-        """None where the key is absent, null or 0: the part that it sizes is absent."""
-        return self.integer(key) if self.get(key) else None
-
-    def number(self, key: str, default: float | None) -> float | None:
-        value = self._values.get(key, default)
-        if value is None:
-            return None
-        # Python's JSON reader also takes NaN and Infinity.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise ConfigError(f"config.json: {key}={value!r} must be a number")
-        return float(value)
-
-    def positive(self, key: str) -> float | None:
-        value = self.number(key, None)
-        if value is not None and value <= 0:
-            raise ConfigError(f"config.json: {key}={value:g} must be positive")
-        return value
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key}={value!r} must be true or false")
-        return value
-
-    def integers(self, key: str) -> frozenset[int]:
-        value = self._values.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
-            raise ConfigError(f"config.json: {key} must be a list of layer numbers")
-        return frozenset(value)
-
-    def choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
-        value = self._values.get(key, default)
-        if value not in allowed:
-            raise ConfigError(
-                f"config.json: {key}={value!r} is not supported ({', '.join(allowed)})"
-            )
-        return value
-
-
-def _parse_lower_bound(linear: _Keys) -> float | None:
+def _parse_lower_bound(linear: ConfigKeys) -> float | None:
     bound = linear.number("gate_lower_bound", None)
     if bound is not None and bound >= 0:
         raise ConfigError(
@@ -314,7 +260,7 @@ def _parse_lower_bound(linear: _Keys) -> float | None:
     return bound
 
 
-def _parse_moe(keys: _Keys) -> MoeConfig | None:
+def _parse_moe(keys: ConfigKeys) -> MoeConfig | None:
     num_experts = keys.size_or_none("num_experts")
     if num_experts is None:
         return None
@@ -373,7 +319,7 @@ def _check_layer_lists(
         )
 
 
-def _check_fixed_values(keys: _Keys) -> None:
+def _check_fixed_values(keys: ConfigKeys) -> None:
     if keys.get("mla_use_nope", True) is not True:
         raise ConfigError("config.json: mla_use_nope=false is not supported (MLA has no positions)")
     keys.choice("topk_method", ("noaux_tc",), default="noaux_tc")

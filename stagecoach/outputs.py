@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from stagecoach.request import FinishReason, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.speculation_stats import tokens_per_round
 from stagecoach.text.detokenizer import IncrementalDetokenizer
 from stagecoach.text.tokenizer import Tokenizer
 
@@ -34,6 +35,14 @@ class RequestTimings:
     total_seconds: float = 0.0
     num_steps: int = 0  # step plans that computed tokens of it
     num_preemptions: int = 0
+    num_windows: int = 0  # verify rounds, each with at least one draft
+    num_draft_tokens: int = 0  # drafts that they verified
+    num_accepted_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a verify round on average, from 1 to k + 1; None without any round."""
+        return tokens_per_round(self.num_windows, self.num_accepted_tokens)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +82,7 @@ class RequestAssembler:
             )
             for _ in range(params.n)
         ]
-        self._steps = [0] * params.n
-        self._preemptions = [0] * params.n
+        self._latest: dict[int, Progress] = {}
         self.output = RequestOutput(
             prompt=prompt,
             prompt_token_ids=list(prompt_token_ids),
@@ -136,8 +144,11 @@ class RequestAssembler:
         if progress.token_ids and timings.first_token_seconds is None:
             timings.first_token_seconds = elapsed
         timings.total_seconds = elapsed
-        self._steps[index] = progress.steps
-        self._preemptions[index] = progress.preemptions
-        timings.num_steps = sum(self._steps)
-        timings.num_preemptions = sum(self._preemptions)
+        self._latest[index] = progress
+        latest = self._latest.values()
+        timings.num_steps = sum(item.steps for item in latest)
+        timings.num_preemptions = sum(item.preemptions for item in latest)
+        timings.num_windows = sum(item.num_windows for item in latest)
+        timings.num_draft_tokens = sum(item.num_draft_tokens for item in latest)
+        timings.num_accepted_tokens = sum(item.num_accepted_tokens for item in latest)
         self.output.num_cached_tokens = progress.num_cached_tokens

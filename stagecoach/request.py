@@ -5,7 +5,7 @@ Only `schedule/` writes a Request. Knows no tensor and no text.
 
     token index   0 ........ num_computed ........ num_tokens-1
                   |computed  | not yet forwarded | <- newest token: the anchor once the
-                                                      prompt is done
+                                                      prompt is done; drafts may follow it
 """
 
 import math
@@ -152,6 +152,11 @@ class Request:
 
     epoch: int = 0  # grows at each preemption; results of an older one are dropped
     num_computed: int = 0  # tokens forwarded, counting plans in flight
+    num_replay: int = 0  # the last of them, whose state is only in the slot's record
+    # What the drafter proposes to follow the newest token. Goes with the admission: a preempted
+    # request is sampled anew from its prompt and gets new ones.
+    draft_token_ids: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()  # one a draft, or none at all
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -163,6 +168,9 @@ class Request:
     is_sample_in_flight: bool = False
     num_preemptions: int = 0
     num_steps: int = 0
+    num_windows: int = 0  # rows of windows that verified at least one draft
+    num_draft_tokens: int = 0  # drafts that they verified
+    num_accepted_tokens: int = 0  # of them, before a row was cut at a stop
     finish_reason: FinishReason | None = None
 
     @property
@@ -173,6 +181,11 @@ class Request:
     def num_tokens(self) -> int:
         """Committed tokens: the prompt and the accepted output (N of the design)."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Output tokens that it may still get."""
+        return self.max_tokens - len(self.output_token_ids)
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Committed tokens [start, end)."""

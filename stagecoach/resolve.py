@@ -8,8 +8,17 @@ import json
 from pathlib import Path
 
 from stagecoach import compatibility
-from stagecoach.checkpoint_folder import checkpoint_folder
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
+from stagecoach.compatibility import Combination
+from stagecoach.config import (
+    EngineConfig,
+    ResolvedConfig,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    option,
+    speculation_key,
+)
+from stagecoach.draft_config import load_draft_config
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import ModelConfig, load_model_config
 from stagecoach.pipeline.partition import partition
@@ -19,20 +28,25 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
     """Settle every value that was left to the model or the machine.
 
     Raises:
-        ConfigError: no such model folder, a value of its config.json that is not implemented,
-            or a combination that `compatibility.py` refuses.
-        CheckpointError: the folder holds no readable config.json.
+        ConfigError: no such folder of the model or the draft, a value of its config.json that is
+            not implemented, or a combination that `compatibility.py` refuses.
+        CheckpointError: a folder holds no readable config.json.
     """
     folder = checkpoint_folder(engine.model)
     model = _load_model(folder, engine)
-    compatibility.check(engine, model)
+    speculation = None
+    if engine.speculative_config is not None:
+        speculation = _resolve_speculation(engine.speculative_config)
+    draft = speculation.draft if speculation else None
+    compatibility.check(Combination(engine, model, draft))
     return ResolvedConfig(
         engine=engine,
         model=model,
         checkpoint=folder,
         dtype=_dtype(engine, model),
         max_model_len=engine.max_model_len or model.max_position_embeddings,
-        partition=partition(model, engine.pipeline_parallel_size, engine.pp_partition),
+        partition=partition(model, engine.pipeline_parallel_size, engine.pp_partition, draft),
+        speculation=speculation,
     )
 
 
@@ -45,6 +59,24 @@ def _load_model(folder: Path, engine: EngineConfig) -> ModelConfig:
         raise ConfigError(
             f"{error} (after {option('hf_overrides')}={json.dumps(engine.hf_overrides)})"
         ) from None
+
+
+def _resolve_speculation(config: SpeculativeConfig) -> ResolvedSpeculation:
+    folder = draft_folder(config.model)
+    try:
+        draft = load_draft_config(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{speculation_key('model')}={config.model}: {error}") from None
+    is_synthetic = config.synthetic_acceptance_length is not None
+    return ResolvedSpeculation(
+        draft=draft,
+        checkpoint=folder,
+        num_speculative_tokens=config.num_speculative_tokens,
+        acceptance=config.acceptance,
+        has_confidence_schedule=config.confidence_schedule is not False and not is_synthetic,
+        has_watchdog=config.watchdog is not False and not is_synthetic,
+        synthetic_acceptance_length=config.synthetic_acceptance_length,
+    )
 
 
 def _dtype(engine: EngineConfig, model: ModelConfig) -> str:

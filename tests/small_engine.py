@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stagecoach import LLM, CompletionOutput, RequestOutput
+from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, write_tiny_model
 from stagecoach.request import TokenLogprobs
 
@@ -39,6 +40,12 @@ OPTIONS: dict[str, Any] = {
 def write_small_model(folder: Path) -> Path:
     """4 layers (KDA KDA MLA MLA), packed experts, two shards or more."""
     write_tiny_model(folder, kimi_k3_config(SHAPE), seed=3, max_shard_bytes=200_000)
+    return folder
+
+
+def write_small_draft(folder: Path) -> Path:
+    """A random draft for the small model, which accepts hardly any of its tokens."""
+    write_tiny_draft(folder, mla_draft_config(TinyDraftShape(taps=(3, -1, 1))), seed=4)
     return folder
 
 

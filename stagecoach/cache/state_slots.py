@@ -3,6 +3,10 @@
 A slot holds one request's recurrent and convolution state of every KDA layer of a stage; its
 number is the same on all stages and ranks. A running request owns one slot: its first chunk
 reads the zero slot and writes the own one, every later segment reads and writes it in place.
+
+The state is that after the certain tokens of the segment that wrote it. Beside it stands the
+record of that segment's drafts. Whoever reads the slot says how many rows of it came true, in
+`Segment.replay`: all rows behind those are as good as unwritten.
 """
 
 from stagecoach.cache.id_pool import IdPool

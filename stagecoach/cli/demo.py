@@ -11,6 +11,7 @@ from rich.table import Table
 from stagecoach.demo.evaluation import render_prompt
 from stagecoach.demo.example import Example
 from stagecoach.demo.tasks import FAMILIES, generate
+from stagecoach.errors import ConfigError
 from stagecoach.llm import LLM
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams
@@ -36,9 +37,17 @@ def demo(
         ),
     ] = None,
     eval_seed: Annotated[int, typer.Option(help="Which built-in prompts.")] = 7,
+    speculation: Annotated[
+        bool,
+        typer.Option(help="Draft with demo-draft, unless --speculative-config says otherwise."),
+    ] = True,
     engine_options: dict[str, Any],
 ) -> None:
     """Start the bundled Kimi-K3 in miniature, split over pp 2 x tp 2 unless told otherwise."""
+    if speculation:
+        engine_options = {"speculative_config": {"model": "demo-draft"}, **engine_options}
+    elif "speculative_config" in engine_options:
+        raise ConfigError("--no-speculation and --speculative-config contradict each other")
     console = Console(stderr=True)
     began = time.perf_counter()
     with LLM("demo", **engine_options) as llm:
@@ -105,15 +114,20 @@ def _shorten(text: str) -> str:
 def _layout(llm: LLM) -> str:
     engine = llm.config.engine
     layers = " + ".join(map(str, llm.config.partition))
+    drafts = f", up to {llm.config.num_draft_tokens} drafts" if llm.config.speculation else ""
     return (
         f"{engine.pipeline_parallel_size} stages ({layers} layers) x "
-        f"{engine.tensor_parallel_size} tensor-parallel ranks, {llm.config.dtype}"
+        f"{engine.tensor_parallel_size} tensor-parallel ranks, {llm.config.dtype}{drafts}"
     )
 
 
 def _table(llm: LLM, answers: list[_Answer]) -> Table:
+    """At most 80 columns wide."""
     table = Table(title=_layout(llm))
-    for column in ("prompt", "tokens in", "prefill ms", "tokens out", "decode ms", "tokens/s"):
+    columns = ["prompt", "tokens\nin", "prefill\nms", "tokens\nout", "tokens\na second"]
+    if llm.config.speculation is not None:
+        columns += ["drafts\naccepted", "tokens\na round"]
+    for column in columns:
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for answer in answers:
         timings = answer.output.timings
@@ -121,12 +135,16 @@ def _table(llm: LLM, answers: list[_Answer]) -> Table:
         num_tokens = len(answer.output.outputs[0].token_ids)
         decode_seconds = timings.total_seconds - first
         rate = (num_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
-        table.add_row(
+        row = [
             answer.family,
             str(len(answer.output.prompt_token_ids)),
             f"{first * 1000:.0f}",
             str(num_tokens),
-            f"{decode_seconds * 1000:.0f}",
             f"{rate:.1f}",
-        )
+        ]
+        if llm.config.speculation is not None:
+            mean = timings.mean_acceptance_length
+            row.append(f"{timings.num_accepted_tokens} of {timings.num_draft_tokens}")
+            row.append("-" if mean is None else f"{mean:.2f}")
+        table.add_row(*row)
     return table

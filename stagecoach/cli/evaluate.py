@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagecoach.demo.evaluation import EvaluationReport, evaluate_model
+from stagecoach.demo.evaluation import EvaluationReport, SpeculationReport, evaluate_model
 from stagecoach.demo.tasks import FAMILIES
 from stagecoach.errors import ConfigError
 from stagecoach.llm import LLM
@@ -30,13 +30,20 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 1024,
+    temperature: Annotated[
+        float,
+        typer.Option(help="Randomness of the answers, drawn with --seed; 0: the likeliest tokens."),
+    ] = 0.0,
     eval_seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object.")
     ] = False,
     engine_options: dict[str, Any],
 ) -> None:
-    """Answer held-out examples greedily and report the share answered exactly right."""
+    """Answer held-out examples and report the share answered exactly right.
+
+    With a draft (--speculative-config), report the tokens of a verify round as well.
+    """
     families = tuple(task or FAMILIES)
     for family in families:
         if family not in FAMILIES:
@@ -45,16 +52,47 @@ def evaluate(
         raise ConfigError(f"--limit={limit}: must be at least 1")
     with LLM(model, **engine_options) as llm:
         report = evaluate_model(
-            llm, families=families, limit=limit, seed=eval_seed, max_tokens=max_tokens
+            llm,
+            families=families,
+            limit=limit,
+            seed=eval_seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
         )
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
-        Console().print(_table(report))
+        console = Console()
+        console.print(_table(report))
+        if report.speculation is not None:
+            console.print(_acceptance_table(report.speculation))
 
 
 def _table(report: EvaluationReport) -> Table:
     table = Table("task", "exactly right", "examples", title=f"{report.model}: {report.engine}")
+    if report.speculation is not None:
+        table.add_column("tokens a round")
     for family, score in report.tasks.items():
-        table.add_row(family, f"{score:.1%}", str(report.num_examples))
+        row = [family, f"{score:.1%}", str(report.num_examples)]
+        if report.speculation is not None:
+            row.append(_shown(report.speculation.tokens_per_round_by_task[family], ".2f"))
+        table.add_row(*row)
     return table
+
+
+def _acceptance_table(report: SpeculationReport) -> Table:
+    counts = report.counts
+    table = Table(
+        "place",
+        "drafts verified",
+        "accepted",
+        title=f"{_shown(report.tokens_per_round, '.2f')} tokens a round: {counts.num_windows} "
+        f"rounds accepted {counts.num_accepted_tokens} of {counts.num_draft_tokens} drafts",
+    )
+    for place, share in enumerate(report.acceptance_per_position, start=1):
+        table.add_row(str(place), str(counts.drafted_per_position[place - 1]), _shown(share, ".1%"))
+    return table
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -11,6 +11,7 @@ from stagecoach.errors import RequestError
 from stagecoach.llm import LLM, Prompt
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams
+from stagecoach.schedule.speculation_stats import tokens_per_round
 
 _DEFAULT_MAX_TOKENS = 256
 
@@ -127,9 +128,11 @@ def generate(
             outputs = llm.generate(prompts, params)
             sys.stdout.write(_to_json(outputs, llm) + "\n")
         elif len(prompts) == 1 and n == 1:
-            _print_stream(llm, prompts[0], params)
+            _tell_acceptance([_print_stream(llm, prompts[0], params)])
         else:
-            _print_blocks(llm.generate(prompts, params))
+            outputs = llm.generate(prompts, params)
+            _print_blocks(outputs)
+            _tell_acceptance(outputs)
 
 
 def _collect_prompts(
@@ -170,7 +173,7 @@ def _with_max_tokens(params: SamplingParams, max_model_len: int) -> SamplingPara
     return msgspec.structs.replace(params, max_tokens=min(_DEFAULT_MAX_TOKENS, max_model_len))
 
 
-def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     num_printed = 0
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text
@@ -178,6 +181,7 @@ def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
         sys.stdout.flush()
         num_printed = len(text)
     sys.stdout.write("\n")
+    return output
 
 
 def _print_blocks(outputs: list[RequestOutput]) -> None:
@@ -185,6 +189,20 @@ def _print_blocks(outputs: list[RequestOutput]) -> None:
         for completion in output.outputs:
             sys.stdout.write(f"--- prompt {number}, completion {completion.index}\n")
             sys.stdout.write(completion.text + "\n")
+
+
+def _tell_acceptance(outputs: list[RequestOutput]) -> None:
+    """One line on stderr, where drafts were verified."""
+    timings = [output.timings for output in outputs]
+    num_windows = sum(item.num_windows for item in timings)
+    num_drafts = sum(item.num_draft_tokens for item in timings)
+    num_accepted = sum(item.num_accepted_tokens for item in timings)
+    mean = tokens_per_round(num_windows, num_accepted)
+    if mean is not None:
+        sys.stderr.write(
+            f"{num_windows} verify rounds accepted {num_accepted} of {num_drafts} drafts: "
+            f"{mean:.2f} tokens a round\n"
+        )
 
 
 def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
@@ -208,7 +226,10 @@ def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
                 for entry in output.prompt_logprobs
             ],
             "num_cached_tokens": output.num_cached_tokens,
-            "timings": msgspec.to_builtins(output.timings),
+            "timings": {
+                **msgspec.to_builtins(output.timings),
+                "mean_acceptance_length": output.timings.mean_acceptance_length,
+            },
         }
         for number, output in enumerate(outputs)
         for completion in output.outputs

@@ -17,12 +17,17 @@ import msgspec
 import typer
 import yaml
 
-from stagecoach.config import EngineConfig, option
+from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
 from stagecoach.errors import ConfigError
 from stagecoach.observe import log
 
 _FIELDS = {item.name: item for item in dataclasses.fields(EngineConfig) if item.name != "model"}
-_METAVARS = {"pp_partition": "INT,INT,...", "hf_overrides": "JSON", "dtype": "NAME"}
+_METAVARS = {
+    "pp_partition": "INT,INT,...",
+    "hf_overrides": "JSON",
+    "speculative_config": "JSON",
+    "dtype": "NAME",
+}
 
 
 def with_engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
@@ -132,12 +137,25 @@ def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Paramete
             kind | None,
             typer.Option(
                 *names,
-                help=item.metadata["doc"] + (f"  [default: {shown}]" if shown else ""),
+                help=_help(item.name) + (f"  [default: {shown}]" if shown else ""),
                 show_default=False,
                 **({} if is_flag else {"metavar": _METAVARS.get(item.name, kind.__name__.upper())}),
             ),
         ],
     )
+
+
+def _help(name: str) -> str:
+    doc = field_docs()[name]
+    if name != "speculative_config":
+        return doc
+    keys = []
+    for item in dataclasses.fields(SpeculativeConfig):
+        is_told = item.default not in (None, dataclasses.MISSING)
+        keys.append(
+            f"{item.name} ({item.metadata['doc']}{f'; default {item.default}' if is_told else ''})"
+        )
+    return f"{doc} Keys: {', '.join(keys)}."
 
 
 def _parse(name: str, value: Any) -> Any:
@@ -147,12 +165,16 @@ def _parse(name: str, value: Any) -> Any:
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             raise ConfigError(f"--pp-partition={value}: must be numbers, as in 5,4") from None
-    if name == "hf_overrides" and isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--hf-overrides={value}: not valid JSON: {error}") from None
-        if not isinstance(parsed, dict):
-            raise ConfigError(f"--hf-overrides={value}: must be a JSON object")
-        return parsed
-    return value
+    if name in ("hf_overrides", "speculative_config") and isinstance(value, str):
+        value = _parse_object(name, value)
+    return SpeculativeConfig.parse(value) if name == "speculative_config" else value
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option(name)}={text}: not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{option(name)}={text}: must be a JSON object")
+    return parsed

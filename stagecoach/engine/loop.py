@@ -7,7 +7,7 @@ is scheduled depends on the order of events and never on how fast they come.
 
 import time
 
-from stagecoach.cache.memory_plan import MemoryNeeds, plan_memory
+from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.messages import (
     Abort,
@@ -33,6 +33,7 @@ from stagecoach.engine.messages import (
     WorkerReady,
 )
 from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
+from stagecoach.engine.step_profile import StageClock, StepProfiler, shape_of
 from stagecoach.errors import (
     CheckpointError,
     ConfigError,
@@ -45,7 +46,9 @@ from stagecoach.errors import (
 )
 from stagecoach.request import Request
 from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
+from stagecoach.schedule.step_cost import StepShape
 from stagecoach.schedule.step_plan import StepPlan, plan_digest
 
 
@@ -65,6 +68,10 @@ class EngineLoop:
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
         self._scheduler: Scheduler | None = None
+        self._policy: DraftPolicy | None = None
+        self._clock = StageClock(config.engine.pipeline_parallel_size)
+        # Shapes of the plans in flight that hold nothing but windows; for the policy.
+        self._shapes: dict[int, StepShape] = {}
         self._counters = _Counters(config.engine.pipeline_parallel_size)
 
     @property
@@ -86,10 +93,13 @@ class EngineLoop:
     def start(self) -> None:
         """Wait for the weights, plan the memory, have it allocated; or until a Shutdown comes.
 
+        Where lengths of windows depend on what steps cost, that is measured in between.
+
         Raises:
             CapacityError: the configuration does not fit the workers' memory.
             ConfigError, CheckpointError: why a worker refused to load.
             WorkerDiedError: a worker could not load.
+            PlanDivergenceError: a worker executed another plan while steps were measured.
         """
         began = time.monotonic()
         engine = self._config.engine
@@ -108,13 +118,20 @@ class EngineLoop:
             block_size=engine.block_size,
             num_gpu_blocks_override=engine.num_gpu_blocks_override,
         )
-        self._port.send_workers(Allocate(memory=memory))
-        num_allocated = 0
-        while num_allocated < engine.num_workers:
-            received = self._next_worker_message()
-            if received is None:
+        first_step, cost = 0, None
+        speculation = self._config.speculation
+        if speculation and (speculation.has_confidence_schedule or speculation.has_watchdog):
+            profiler = StepProfiler(self._config, memory)
+            if not self._allocate(profiler.memory):
                 return
-            num_allocated += isinstance(received[1], WorkerAllocated)
+            profile = profiler.run(self._port.send_workers, self._next_worker_message)
+            if profile is None:
+                return
+            first_step, cost = profile.num_steps, profile.cost
+        if not self._allocate(memory):
+            return
+        if speculation:
+            self._policy = DraftPolicy(speculation, cost, num_stages=engine.pipeline_parallel_size)
         self._scheduler = Scheduler(
             num_stages=engine.pipeline_parallel_size,
             max_num_seqs=engine.max_num_seqs,
@@ -125,6 +142,9 @@ class EngineLoop:
             num_slots=memory.num_slots,
             eos_token_ids=self._config.model.eos_token_ids,
             vocab_size=self._config.model.vocab_size,
+            policy=self._policy,
+            num_draft_tokens=self._config.num_draft_tokens,
+            first_step=first_step,
             debug_poison=engine.debug_poison,
         )
         self._ready = EngineReady(
@@ -136,6 +156,17 @@ class EngineLoop:
         for client, early in self._early:
             self._serve(client, early)
         self._early.clear()
+
+    def _allocate(self, memory: MemoryPlan) -> bool:
+        """Have all workers reserve it, instead of what they had; False once a Shutdown came."""
+        self._port.send_workers(Allocate(memory=memory))
+        num_allocated = 0
+        while num_allocated < self._config.engine.num_workers:
+            received = self._next_worker_message()
+            if received is None:
+                return False
+            num_allocated += isinstance(received[1], WorkerAllocated)
+        return True
 
     def step(self) -> None:
         """One turn; blocks only when there is nothing to launch."""
@@ -203,6 +234,8 @@ class EngineLoop:
         num_echoes = self._config.engine.num_workers - 1
         if num_echoes:
             self._unechoed[plan.step] = (plan_digest(encoded), num_echoes)
+        if self._policy is not None and (shape := shape_of(plan)) is not None:
+            self._shapes[plan.step] = shape
         self._port.send_workers(RunPlan(encoded_plan=encoded))
 
     def _collect(self) -> PlanDone | None:
@@ -249,7 +282,8 @@ class EngineLoop:
         counters.num_steps += 1
         counters.forward_seconds += result.forward_seconds
         counters.step_seconds += result.step_seconds
-        counters.stage_busy_seconds[-1] += result.busy_seconds
+        last_stage = len(counters.stage_busy_seconds) - 1
+        self._note_busy(result.step, last_stage, result.busy_seconds)
         outputs: dict[int, list[Progress]] = {}
         try:
             committed = self.scheduler.commit(result)
@@ -264,7 +298,7 @@ class EngineLoop:
     def _check_echo(self, rank: int, echo: StepEcho) -> None:
         stage, tp_rank = divmod(rank, self._config.engine.tensor_parallel_size)
         if tp_rank == 0:
-            self._counters.stage_busy_seconds[stage] += echo.busy_seconds
+            self._note_busy(echo.step, stage, echo.busy_seconds)
         digest, num_missing = self._unechoed.get(echo.step, (b"", 0))
         if echo.digest != digest:
             raise PlanDivergenceError(f"{echo.worker} ran another plan as step {echo.step}")
@@ -272,6 +306,13 @@ class EngineLoop:
             del self._unechoed[echo.step]
         else:
             self._unechoed[echo.step] = (digest, num_missing - 1)
+
+    def _note_busy(self, step: int, stage: int, seconds: float) -> None:
+        self._counters.stage_busy_seconds[stage] += seconds
+        stage_seconds = self._clock.note(step, stage, seconds)
+        if stage_seconds is not None and (shape := self._shapes.pop(step, None)) is not None:
+            assert self._policy is not None, "shapes are the policy's"
+            self._policy.note_step(shape, stage_seconds)
 
     def _next_worker_message(self) -> tuple[int, FromWorker] | None:
         """The next one during start-up, with the worker's rank; None once a Shutdown came."""
@@ -307,6 +348,7 @@ class EngineLoop:
             forward_seconds=counters.forward_seconds,
             step_seconds=counters.step_seconds,
             stage_busy_seconds=tuple(counters.stage_busy_seconds),
+            speculation=None if self._policy is None else self._policy.stats(),
         )
 
     def _announce_failure(self, error: Exception) -> None:

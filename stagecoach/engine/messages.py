@@ -11,6 +11,7 @@ import msgspec
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.speculation_stats import SpeculationStats
 from stagecoach.schedule.step_plan import StepResult
 
 
@@ -101,6 +102,7 @@ class EngineStats(Message):
     forward_seconds: float  # inside the last stage's layers
     step_seconds: float  # from a plan's arrival at the last stage to its result
     stage_busy_seconds: tuple[float, ...]  # rank 0 of each stage, not waiting for its input
+    speculation: SpeculationStats | None  # None where nothing is ever drafted
 
 
 class EngineFailed(Message):

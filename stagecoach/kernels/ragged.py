@@ -28,7 +28,10 @@ class SegmentGroup(NamedTuple):
     flat_index_T: Tensor  # int64, b * W + w of each flat token
     read_slots_B: Tensor  # int64; slot 0 holds zeros
     write_slots_B: Tensor  # int64
-    replay_B: Tensor  # int64, recorded rows to fold in first
+    replay_B: Tensor  # int64, recorded rows of the read slot to fold in first
+    max_replay: int  # the largest of them, known without asking the device
+    num_drafts_B: Tensor  # int64, the uncertain tail of each segment: recorded, not folded
+    max_drafts: int
     context_rows_BL: Tensor  # int64, cache row of each position [0, end); 0 past the end
     context_lengths_B: Tensor  # int64, end = start + length
 
@@ -46,6 +49,17 @@ class SegmentGroup(NamedTuple):
         if self.num_tokens == self.pad_index_BW.numel():
             return x_flat
         return x_flat[self.flat_index_T]
+
+
+class BlockInputs(NamedTuple):
+    """Where the drafter's blocks stand: N of them, one a segment that proposes.
+
+    L is the longest context.
+    """
+
+    anchor_ids_N: Tensor  # int64, the newest token of each request
+    starts_N: Tensor  # int64, position of the anchor: so many rows of context lie before it
+    context_rows_NL: Tensor  # int64, cache row of each position; past `starts_N` any row
 
 
 class GroupSpan(NamedTuple):

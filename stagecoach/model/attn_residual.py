@@ -24,6 +24,9 @@ class ResidualStream:
 
     A tensor that was read from here is never written again: the partial sum is replaced, and
     a bank row is filled once. So both may be on their way to another stage meanwhile.
+
+    Attributes:
+        taps: by id, [T, H] each: outputs for a drafter that this stage has made so far.
     """
 
     def __init__(self, hidden_TH: Tensor, bank_TBH: Tensor, capacity: int) -> None:
@@ -42,6 +45,7 @@ class ResidualStream:
         if num_blocks < capacity:
             self._storage_TBH = hidden_TH.new_empty(num_tokens, capacity, hidden_size)
             self._storage_TBH[:, :num_blocks] = bank_TBH
+        self.taps: dict[int, Tensor] = {}
 
     @classmethod
     def from_embedding(cls, hidden_TH: Tensor, capacity: int) -> Self:

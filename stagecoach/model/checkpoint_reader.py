@@ -1,11 +1,11 @@
 """The safetensors files of a checkpoint folder: which tensors there are, and parts of them.
 
-Owns the index, the published spellings of names, and the rules by which tensors are passed
-over. Files are memory-mapped; only the asked-for part of a tensor is read. Knows no module.
+Owns the index, the published spellings of a target's names, and the rules by which tensors are
+passed over. Files are memory-mapped; only the asked-for part of a tensor is read. Knows no module.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from stagecoach.json_file import read_json_object
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
 
-# Rule -> beginnings of the names (after the text prefix) that it passes over.
-_SKIP_RULES = {
+_SKIP_RULES: dict[str, tuple[str, ...]] = {
     "vision": ("vision_tower.", "mm_projector."),
     "multi-token prediction": ("mtp", "model.mtp"),
 }
@@ -46,21 +45,39 @@ class StoredTensor(NamedTuple):
     raw_name: str
 
 
+class Naming(NamedTuple):
+    """How the tensors of one kind of checkpoint are called."""
+
+    rename: Callable[[str], str]  # a name in the files -> the one spelling that this engine uses
+    skip_rules: Mapping[str, tuple[str, ...]]  # rule -> beginnings of the names it passes over
+
+
+def target_naming(*, has_tied_head: bool) -> Naming:
+    """Of a target model.
+
+    Args:
+        has_tied_head: an `lm_head.weight` in the files is passed over.
+    """
+    tied = {TIED_HEAD_RULE: ("lm_head.weight",)} if has_tied_head else {}
+    return Naming(published_name, _SKIP_RULES | tied)
+
+
 class CheckpointReader:
     """Names of a checkpoint, and reads of parts of its tensors.
 
     Args:
         folder: holds `model.safetensors.index.json` and its shards, or one or more
             `*.safetensors` files without an index.
-        has_tied_head: an `lm_head.weight` in the files is passed over.
+        naming: of the kind of checkpoint.
 
     Raises:
         CheckpointError: no files, a missing or damaged shard, an index and a shard that
             disagree, or one tensor under two names.
     """
 
-    def __init__(self, folder: Path, *, has_tied_head: bool) -> None:
+    def __init__(self, folder: Path, naming: Naming) -> None:
         self.folder = folder
+        self._naming = naming
         self.skipped: Counter[str] = Counter()
         self._stored: dict[str, StoredTensor] = {}
         self._indexed: dict[Path, set[str]] = {}
@@ -68,19 +85,19 @@ class CheckpointReader:
         self._open_file: Any = None
         for raw_name, path in _tensor_paths(folder).items():
             self._indexed.setdefault(path, set()).add(raw_name)
-            self._file(raw_name, path, has_tied_head=has_tied_head)
+            self._file(raw_name, path)
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """Published name, without the text prefix -> where it lies; skipped ones left out."""
+        """Name as this engine spells it -> where the tensor lies; skipped ones left out."""
         return self._stored
 
     @property
     def summary(self) -> str:
         """One line for the log: how many tensors there are, and how many each rule skipped."""
-        rules = (*_SKIP_RULES, TIED_HEAD_RULE)
+        rules = self._naming.skip_rules
         counts = ", ".join(f"{self.skipped[rule]} {rule}" for rule in rules if self.skipped[rule])
-        return f"{self.folder}: {len(self._stored)} text tensors; skipped: {counts or 'none'}"
+        return f"{self.folder}: {len(self._stored)} tensors; skipped: {counts or 'none'}"
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and safetensors dtype of a tensor ("BF16", "F32", "U8", ...)."""
@@ -118,12 +135,12 @@ class CheckpointReader:
                 f"{path}: holds tensors that {INDEX_NAME} does not list: {name_list(unlisted)}"
             )
 
-    def _file(self, raw_name: str, path: Path, *, has_tied_head: bool) -> None:
-        name = published_name(raw_name)
-        rule = _skip_rule(name, has_tied_head=has_tied_head)
-        if rule is not None:
-            self.skipped[rule] += 1
-            return
+    def _file(self, raw_name: str, path: Path) -> None:
+        name = self._naming.rename(raw_name)
+        for rule, beginnings in self._naming.skip_rules.items():
+            if name.startswith(beginnings):
+                self.skipped[rule] += 1
+                return
         if name in self._stored:
             raise CheckpointError(
                 f"{path}: {raw_name} and {self._stored[name].raw_name} are the same tensor {name}"
@@ -155,15 +172,6 @@ def read_safetensors_header(path: Path) -> list[str]:
     """
     with _open(path, "") as file:
         return list(file.keys())
-
-
-def _skip_rule(name: str, *, has_tied_head: bool) -> str | None:
-    for rule, beginnings in _SKIP_RULES.items():
-        if name.startswith(beginnings):
-            return rule
-    if has_tied_head and name == "lm_head.weight":
-        return TIED_HEAD_RULE
-    return None
 
 
 def _tensor_paths(folder: Path) -> dict[str, Path]:

@@ -103,6 +103,7 @@ class KdaLayer:
                     decay_THK[span],
                     beta_TH[span],
                     memory.recurrent_SHVK,
+                    memory.record_SNHX,
                     group,
                 )
             )
@@ -114,6 +115,6 @@ class KdaLayer:
         self, channels_TC: Tensor, memory: KdaMemory, group: SegmentGroup
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Short convolution of one group, cut into heads; q and k normalised."""
-        mixed_TC = short_convolution(channels_TC, self._conv_CW, memory.conv_rows_SRC, group)
+        mixed_TC = short_convolution(channels_TC, self._conv_CW, memory.conv_rows_SNC, group)
         q, k, v = mixed_TC.view(len(channels_TC), 3, self._num_heads, self._head_dim).unbind(1)
         return *normalize_qk(q, k), v

@@ -25,7 +25,7 @@ from stagecoach.model.parallel_linear import (
 )
 from stagecoach.model.stage_memory import StageMemory
 from stagecoach.model.weight_slots import WeightScope, WeightSlot
-from stagecoach.model_config import LayerKind, ModelConfig
+from stagecoach.model_config import LayerKind, ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
 
 EMBEDDING = "model.embed_tokens"
@@ -39,12 +39,19 @@ class DecoderLayer:
     """One attention and one MLP sublayer, each reading the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: WeightScope, tp: TensorParallel
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: WeightScope,
+        tp: TensorParallel,
+        *,
+        taps_its_input: bool = False,
     ) -> None:
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         block_size = config.attn_res_block_size
         has_mixing = block_size is not None
         self.layer = layer
+        self._taps_its_input = taps_its_input
         self._closes_block = block_size is not None and layer % block_size == 0
         self._attention_read = ResidualRead(
             weights, "self_attention_res", hidden_size, eps, has_mixing=has_mixing
@@ -67,6 +74,8 @@ class DecoderLayer:
     def __call__(self, stream: ResidualStream, step: StepTensors, memory: StageMemory) -> None:
         """Add the layer's two outputs to the stream."""
         x_TH = self._attention_read(stream)
+        if self._taps_its_input:
+            stream.taps[self.layer - 1] = x_TH
         if self._closes_block:
             stream.close_block()
         x_TH = self._attention_norm(x_TH)
@@ -83,6 +92,8 @@ class StageModel:
         dtype: of weights and activations. Norm statistics, gates, router, attention scores and
             recurrent state are at least float32 whatever it is.
         device: "meta" gives the slots without memory.
+        taps: what a drafter reads; None without one. The forward leaves those that this stage
+            makes in the stream, and the last stage holds the embedding too.
     """
 
     def __init__(
@@ -92,19 +103,31 @@ class StageModel:
         tp: TensorParallel,
         dtype: torch.dtype,
         device: str = "cpu",
+        taps: Taps | None = None,
     ) -> None:
         assert stage.end <= config.num_layers, f"{stage} of {config.num_layers} layers"
+        tap_ids = frozenset(taps.layers) if taps else frozenset()
+        assert all(-1 <= tap < config.num_layers for tap in tap_ids), f"no such layer: {taps}"
         self.config = config
         self.stage = stage
         self.dtype = dtype
         self._scope = WeightScope(dtype, device=device, tp_rank=tp.rank, tp_size=tp.size)
         self._shards: dict[str, VocabShard] = {}
+        self._prefix_taps = frozenset() if taps and taps.are_mixtures else tap_ids
+        self._mixture_taps = tap_ids - self._prefix_taps
         self._embedding: VocabEmbedding | None = None
-        if stage.is_first:
+        if stage.is_first or (stage.is_last and taps is not None):
             self._embedding = VocabEmbedding(self._vocab_shard(EMBEDDING, is_embedding=True), tp)
         layers = self._scope.child("model.layers")
         self._layers = [
-            DecoderLayer(config, layer, layers.child(str(layer)), tp) for layer in stage.layers
+            DecoderLayer(
+                config,
+                layer,
+                layers.child(str(layer)),
+                tp,
+                taps_its_input=layer - 1 in self._mixture_taps,
+            )
+            for layer in stage.layers
         ]
         if stage.is_last:
             self._bind_end(tp)
@@ -120,6 +143,18 @@ class StageModel:
         return sum(parameter.nbytes for parameter in self._scope.parameters)
 
     @property
+    def embedding(self) -> VocabEmbedding:
+        """Of the first stage, and with a drafter of the last."""
+        assert self._embedding is not None, f"no embedding on {self.stage}"
+        return self._embedding
+
+    @property
+    def head(self) -> VocabHead:
+        """Of the last stage; reads what the final norm made."""
+        assert self.stage.is_last, "only the last stage has the head"
+        return self._head
+
+    @property
     def bank_capacity(self) -> int:
         """Closed blocks of the residual bank at the stage's end."""
         return self.config.num_closed_blocks(self.stage.end)
@@ -133,8 +168,11 @@ class StageModel:
 
     def embed(self, token_ids_T: Tensor) -> ResidualStream:
         """The stream before layer 0, on the first stage; int64 ids inside the vocabulary."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return ResidualStream.from_embedding(self._embedding(token_ids_T), self.bank_capacity)
+        assert self.stage.is_first, "only the first stage embeds"
+        stream = ResidualStream.from_embedding(self.embedding(token_ids_T), self.bank_capacity)
+        if -1 in self._prefix_taps:
+            stream.taps[-1] = stream.partial_TH
+        return stream
 
     def resume(self, hidden_TH: Tensor, bank_TBH: Tensor | None = None) -> ResidualStream:
         """The stream as the stage before left it.
@@ -156,11 +194,21 @@ class StageModel:
         memory: StageMemory,
         after_layer: AfterLayer | None = None,
     ) -> ResidualStream:
-        """Run the stage's layers; `stream` is advanced in place and returned."""
+        """Run the stage's layers; `stream` is advanced in place and returned.
+
+        Its `taps` then hold those of this stage. Values (behaviour of the DSpark drafts for
+        Kimi-K3): without mixtures the running sum of the open block after layer k, -1 the
+        embedding; with mixtures what the attention of layer k + 1 reads before its norm, or
+        the final norm's input after the last layer.
+        """
         for layer in self._layers:
             layer(stream, step, memory)
+            if layer.layer in self._prefix_taps:
+                stream.taps[layer.layer] = stream.partial_TH
             if after_layer is not None:
                 after_layer(layer.layer, stream)
+        if self.stage.is_last and self.stage.end - 1 in self._mixture_taps:
+            stream.taps[self.stage.end - 1] = self._output_read(stream)
         return stream
 
     def logits(self, stream: ResidualStream, token_index_R: Tensor) -> Tensor:

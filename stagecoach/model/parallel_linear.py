@@ -33,6 +33,9 @@ class TensorParallel(Protocol):
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The ranks' tensors, of one shape, joined along `dim` in rank order."""
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank; the others give one of its shape and type."""
+
 
 class SingleRank:
     """A stage of one rank."""
@@ -44,6 +47,9 @@ class SingleRank:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
 

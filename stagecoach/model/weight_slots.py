@@ -27,6 +27,7 @@ class WeightKind(Enum):
     DECAY = "decay"  # A_log, possibly padded and with axes of length one
     DECAY_BIAS = "decay_bias"
     ROUTER_BIAS = "router_bias"
+    DRAFT_HEAD = "draft_head"  # of a draft's last steps; at least float32 here, stored as others
 
     @property
     def is_stored_as_float32(self) -> bool:
@@ -40,7 +41,7 @@ class WeightKind(Enum):
 
     @property
     def is_at_least_float32(self) -> bool:
-        return self.is_stored_as_float32 or self is WeightKind.ROUTER
+        return self.is_stored_as_float32 or self in (WeightKind.ROUTER, WeightKind.DRAFT_HEAD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,9 @@
 """Fills the slots of one rank's model from a checkpoint, each exactly once.
 
-Owns the order of the load and the checks of shape and dtype. Reads only the tensors, and of
-them only the parts, that this rank needs; what the whole checkpoint holds is compared with
-the whole model by name first, so that a wrong checkpoint fails before a tensor is read.
+Owns the order of the load and the checks of shape and dtype; drafts are filled by it too. Reads
+only the tensors, and of them only the parts, that this rank needs; what the whole checkpoint
+holds is compared with the whole model by name first, so that a wrong checkpoint fails before a
+tensor is read.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.model.checkpoint_reader import CheckpointReader
+from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
 from stagecoach.model.dummy_weights import draw_tensor
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import (
@@ -25,7 +26,7 @@ from stagecoach.model.ledger import (
 from stagecoach.model.parallel_linear import TensorParallel
 from stagecoach.model.quantization import GROUP_SIZE, unpack_mxfp4
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
-from stagecoach.model_config import ModelConfig
+from stagecoach.model_config import ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -53,35 +54,60 @@ def load_stage(
     stage: Stage,
     tp: TensorParallel,
     dtype: torch.dtype,
-    load_format: str = "auto",
-    seed: int = 0,
+    dummy_seed: int | None = None,
     progress: Progress | None = None,
+    taps: Taps | None = None,
 ) -> StageModel:
     """Build and fill one rank's model.
 
     Args:
-        folder: checkpoint folder; not touched when `load_format` is "dummy".
+        folder: checkpoint folder; not touched for dummy weights.
         dtype: of the parameters; tensors that need it stay at least float32.
-        load_format: "auto" reads safetensors, "dummy" draws seeded random weights.
-        seed: of the dummy weights.
+        dummy_seed: draw random weights from this seed; None reads the checkpoint.
         progress: called after every tensor.
+        taps: of a drafter; None without one.
 
     Raises:
         CheckpointError: a tensor is missing, unused, mis-shaped, mistyped or unreadable, or a
             file is missing or cut short; the text names files and tensors.
     """
-    model = StageModel(config, stage, tp, dtype)
-    if load_format == "dummy":
-        fill: Callable[[WeightSlot], None] = _dummy_filler(seed)
-        slots = model.slots
+    model = StageModel(config, stage, tp, dtype, taps=taps)
+    if dummy_seed is not None:
+        fill_dummy(model.slots, dummy_seed, progress)
     else:
-        reader = CheckpointReader(folder, has_tied_head=config.tie_word_embeddings)
+        naming = target_naming(has_tied_head=config.tie_word_embeddings)
+        reader = CheckpointReader(folder, naming)
         check_checkpoint(folder, reader.stored, model_tensors(config))
         if stage.is_first and tp.rank == 0:  # the same on every rank
             logger.info("%s", reader.summary)
-        fill = _CheckpointFiller(reader)
-        slots = sorted(model.slots, key=fill.file_order)
-    ledger = LoadLedger(model.slots)
+        fill_from(reader, model.slots, progress)
+    model.prepare()
+    return model
+
+
+def fill_dummy(slots: list[WeightSlot], seed: int, progress: Progress | None) -> None:
+    """Fill slots with random values that depend on nothing but the seed and their names."""
+
+    def fill(slot: WeightSlot) -> None:
+        slot.target.copy_(draw_tensor(slot, seed)[slot.region])
+
+    _fill_each(slots, fill, progress)
+
+
+def fill_from(reader: CheckpointReader, slots: list[WeightSlot], progress: Progress | None) -> None:
+    """Fill slots from a checkpoint that `check_checkpoint` has passed.
+
+    Raises:
+        CheckpointError: a tensor is mis-shaped, mistyped or unreadable.
+    """
+    fill = _CheckpointFiller(reader)
+    _fill_each(sorted(slots, key=fill.file_order), fill, progress)
+
+
+def _fill_each(
+    slots: list[WeightSlot], fill: Callable[[WeightSlot], None], progress: Progress | None
+) -> None:
+    ledger = LoadLedger(slots)
     num_bytes = 0
     total_bytes = sum(slot.target.nbytes for slot in slots)
     for count, slot in enumerate(slots, start=1):
@@ -91,15 +117,6 @@ def load_stage(
         if progress is not None:
             progress(LoadProgress(slot.name, count, len(slots), num_bytes, total_bytes))
     ledger.close()
-    model.prepare()
-    return model
-
-
-def _dummy_filler(seed: int) -> Callable[[WeightSlot], None]:
-    def fill(slot: WeightSlot) -> None:
-        slot.target.copy_(draw_tensor(slot, seed)[slot.region])
-
-    return fill
 
 
 class _CheckpointFiller:

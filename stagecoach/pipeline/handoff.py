@@ -12,9 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.errors import ConfigError
 from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.links import Handle, Links
 from stagecoach.pipeline.topology import Topology, WorkerId
+
+# One message before all steps: the sender's declaration as text, padded to this size.
+_DECLARATION_TAG = 1000
+_DECLARATION_BYTES = 8192
 
 
 class _Sending(NamedTuple):
@@ -36,6 +41,7 @@ class Handoff:
         dtype: torch.dtype,
     ) -> None:
         self._links = links
+        self._rank = worker.rank
         self._previous_rank = worker.rank - topology.tp_size
         self._next_rank = worker.rank + topology.tp_size
         self._num_stages = topology.num_stages
@@ -44,6 +50,33 @@ class Handoff:
         self._dtype = dtype
         self._step = 0
         self._sending: deque[_Sending] = deque()
+
+    def agree(self) -> None:
+        """Compare what the stage before declares with what this one does; once, before any step.
+
+        Nobody else would notice: a transport may take a shorter message without a word.
+
+        Raises:
+            ConfigError: the two ends declare other fields; the text has both declarations.
+        """
+        transport = self._links.transport
+        if self._outgoing:
+            ours = self._declaration(self._outgoing).encode().ljust(_DECLARATION_BYTES)
+            assert len(ours) == _DECLARATION_BYTES, f"a declaration of {len(ours)} bytes"
+            sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+            handle = transport.send(sent, self._next_rank, _DECLARATION_TAG)
+            # Let go of with the first step.
+            self._sending.append(_Sending(-self._num_stages, handle, sent))
+        if self._incoming:
+            received = torch.empty(_DECLARATION_BYTES, dtype=torch.uint8)
+            transport.receive(received, self._previous_rank, _DECLARATION_TAG).wait()
+            theirs = bytes(received.tolist()).decode().strip()
+            expected = self._declaration(self._incoming)
+            if theirs != expected:
+                raise ConfigError(
+                    f"rank {self._previous_rank} sends {theirs}, "
+                    f"but rank {self._rank} expects {expected}"
+                )
 
     def begin_step(self, step: int) -> None:
         """Let go of sends whose plan has come back from the last stage.
@@ -89,8 +122,10 @@ class Handoff:
         for tag, field in enumerate(self._outgoing):
             if field.final_after != layer:
                 continue
-            flat = read(field.name).reshape(-1)
-            assert flat.dtype == self._dtype, f"{field.name} is {flat.dtype}, not {self._dtype}"
+            tensor = read(field.name)
+            assert tensor.dtype == self._dtype, f"{field.name} is {tensor.dtype}, not {self._dtype}"
+            assert tensor.shape[1:] == field.row_shape, f"{tuple(tensor.shape)} is no {field}"
+            flat = tensor.reshape(-1)
             if flat.numel() % tensor_parallel.size == 0:
                 share = flat.numel() // tensor_parallel.size
                 flat = flat[share * tensor_parallel.rank : share * (tensor_parallel.rank + 1)]
@@ -102,6 +137,9 @@ class Handoff:
         """Wait for every send; called once when the worker ends in order."""
         while self._sending:
             self._end_oldest_send()
+
+    def _declaration(self, fields: tuple[BoundaryField, ...]) -> str:
+        return f"{'; '.join(map(str, fields))} as {self._dtype}"
 
     def _end_oldest_send(self) -> None:
         # Taken off after the wait: the tensor must outlive its transfer.

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagecoach.model_config import LayerKind, ModelConfig
+from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.model_config import LayerKind, MlaConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +32,21 @@ class LayerCosts:
         return tuple(costs)
 
 
-def estimate_layer_costs(model_config: ModelConfig, draft_cost: int = 0) -> LayerCosts:
+def estimate_layer_costs(model_config: ModelConfig, draft: DraftConfig | None = None) -> LayerCosts:
     """Weights that one token is multiplied with, which is also what a decode step reads.
 
     Of the routed experts the chosen ones count. Attention over the context is left out: its
     length is not known here.
 
     Args:
-        draft_cost: multiply-adds per token of a drafter on the last stage.
+        draft: what the last stage drafts with; one token is drafted for each that is computed.
     """
     hidden_size = model_config.hidden_size
+    head = model_config.vocab_size * hidden_size
     return LayerCosts(
         layers=tuple(_layer_cost(model_config, layer) for layer in range(model_config.num_layers)),
         first_stage=hidden_size,
-        last_stage=hidden_size + model_config.vocab_size * hidden_size + draft_cost,
+        last_stage=hidden_size + head + (_draft_cost(draft) if draft else 0),
     )
 
 
@@ -52,9 +54,11 @@ def partition(
     model_config: ModelConfig,
     num_stages: int,
     override: Sequence[int] | None = None,
-    draft_cost: int = 0,
+    draft: DraftConfig | None = None,
 ) -> tuple[int, ...]:
     """Layers of each stage: the override, else the most even split by cost.
+
+    A `draft` makes the last stage the heavier.
 
     `compatibility.py` has seen to it that the layers can be shared out so.
     """
@@ -63,7 +67,7 @@ def partition(
         is_split = len(override) == num_stages and sum(override) == num_layers
         assert is_split and min(override) > 0, f"{override} of {num_layers} layers"
         return tuple(override)
-    return balance(estimate_layer_costs(model_config, draft_cost).folded(), num_stages)
+    return balance(estimate_layer_costs(model_config, draft).folded(), num_stages)
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -152,8 +156,7 @@ def _kda_cost(config: ModelConfig) -> int:
     return projections + gate + decay + convolution + recurrence
 
 
-def _mla_cost(config: ModelConfig) -> int:
-    mla, hidden_size = config.mla, config.hidden_size
+def _latent_attention_cost(mla: MlaConfig | DraftMlaConfig, hidden_size: int) -> int:
     query_width, value_width = mla.num_heads * mla.qk_head_dim, mla.num_heads * mla.v_head_dim
     if mla.q_lora_rank is None:
         query = hidden_size * query_width
@@ -161,8 +164,13 @@ def _mla_cost(config: ModelConfig) -> int:
         query = mla.q_lora_rank * (hidden_size + query_width)
     latent = hidden_size * mla.cache_row_width
     absorbed = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    gate = hidden_size * value_width if mla.has_output_gate else 0
-    return query + latent + absorbed + gate + value_width * hidden_size
+    return query + latent + absorbed + value_width * hidden_size
+
+
+def _mla_cost(config: ModelConfig) -> int:
+    mla = config.mla
+    gate = config.hidden_size * mla.num_heads * mla.v_head_dim if mla.has_output_gate else 0
+    return _latent_attention_cost(mla, config.hidden_size) + gate
 
 
 def _dense_cost(config: ModelConfig) -> int:
@@ -177,3 +185,19 @@ def _moe_cost(config: ModelConfig) -> int:
     latent = 2 * hidden_size * width if moe.latent_size else 0
     shared = 3 * hidden_size * moe.shared_intermediate_size
     return experts + latent + shared + hidden_size * moe.num_experts
+
+
+def _draft_cost(draft: DraftConfig) -> int:
+    """One target token's context row, and one row of a block through layers and head."""
+    hidden_size, attention = draft.hidden_size, draft.attention
+    if isinstance(attention, DraftGqaConfig):
+        width = attention.num_heads * attention.head_dim
+        row = 2 * attention.num_kv_heads * attention.head_dim
+        block = 2 * hidden_size * width + hidden_size * row
+    else:
+        row = attention.cache_row_width
+        block = _latent_attention_cost(attention, hidden_size)
+    mlp = 3 * hidden_size * draft.intermediate_size
+    context = len(draft.taps.layers) * hidden_size**2 + draft.num_layers * hidden_size * row
+    head = draft.vocab_size * (hidden_size + draft.markov_rank)
+    return context + draft.num_layers * (block + mlp) + head

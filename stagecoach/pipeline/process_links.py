@@ -103,6 +103,13 @@ class ProcessTensorParallel:
             dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank, in place where it is contiguous."""
+        tensor = tensor.contiguous()
+        with _neighbours():
+            dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor
+
 
 @contextmanager
 def _neighbours() -> Iterator[None]:

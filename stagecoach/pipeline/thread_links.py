@@ -127,3 +127,8 @@ class ThreadTensorParallel:
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Concatenate the ranks' tensors, of one shape, along `dim`."""
         return torch.cat(self._meeting.exchange(self.rank, tensor), dim=dim)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank, in place."""
+        first, *_ = self._meeting.exchange(self.rank, tensor)
+        return tensor.copy_(first)

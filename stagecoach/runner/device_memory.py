@@ -9,7 +9,7 @@ import torch
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.config import ResolvedConfig
-from stagecoach.model.stage_memory import KdaMemory, StageMemory, memory_shapes
+from stagecoach.model.stage_memory import KdaMemory, MemoryShapes, StageMemory, memory_shapes
 from stagecoach.pipeline.stage import Stage
 from stagecoach.schedule.step_plan import NULL_PAGE, ZERO_SLOT
 
@@ -20,7 +20,7 @@ _FREE_MEMORY_SHARE = 0.25
 def memory_needs(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryNeeds:
     """What a page and a slot cost with this worker's layers, and what it may spend."""
     engine = config.engine
-    shapes = memory_shapes(config.model, stage, engine.tensor_parallel_size, dtype)
+    shapes = _shapes(config, stage, dtype)
     available = engine.kv_cache_memory_bytes
     if available is None:
         free = psutil.virtual_memory().available
@@ -39,7 +39,7 @@ class DeviceMemory:
         self, config: ResolvedConfig, stage: Stage, dtype: torch.dtype, plan: MemoryPlan
     ) -> None:
         self._block_size = config.engine.block_size
-        shapes = memory_shapes(config.model, stage, config.engine.tensor_parallel_size, dtype)
+        shapes = _shapes(config, stage, dtype)
         self.stage_memory: StageMemory = shapes.allocate(
             plan.num_slots, plan.num_pages * self._block_size
         )
@@ -58,7 +58,20 @@ class DeviceMemory:
         rows_N = (first_rows_P1 + torch.arange(self._block_size)).flatten()
         for memory in self.stage_memory.layers.values():
             if isinstance(memory, KdaMemory):
-                memory.recurrent_SHVK[slots_S] = torch.nan
-                memory.conv_rows_SRC[slots_S] = torch.nan
+                for pool in memory:
+                    pool[slots_S] = torch.nan
             else:
                 memory.cache_RD[rows_N] = torch.nan
+        if self.stage_memory.draft_rows_YRD is not None:
+            self.stage_memory.draft_rows_YRD[:, rows_N] = torch.nan
+
+
+def _shapes(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryShapes:
+    return memory_shapes(
+        config.model,
+        stage,
+        config.engine.tensor_parallel_size,
+        dtype,
+        config.num_draft_tokens,
+        config.speculation.draft if config.speculation else None,
+    )

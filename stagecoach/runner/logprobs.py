@@ -55,8 +55,15 @@ class LogprobRows(NamedTuple):
     packed_RF: Tensor
 
     def to_host(self) -> list[TokenLogprobs]:
-        width = (self.packed_RF.shape[-1] - 3) // 2
-        rows = self.packed_RF.tolist()
+        return self.unpack(self.packed_RF.flatten().tolist())
+
+    def unpack(self, numbers: Sequence[float]) -> list[TokenLogprobs]:
+        """Read `packed_RF`, flattened, that came over beside other numbers."""
+        num_columns = self.packed_RF.shape[-1]
+        width = (num_columns - 3) // 2
+        rows = [
+            numbers[start : start + num_columns] for start in range(0, len(numbers), num_columns)
+        ]
         return [
             TokenLogprobs(
                 token_id=int(row[0]),
@@ -67,6 +74,13 @@ class LogprobRows(NamedTuple):
             )
             for row, num_top in zip(rows, self.num_top, strict=True)
         ]
+
+
+class RequestedLogprobs(NamedTuple):
+    """Those of the rows that asked."""
+
+    indices: list[int]  # which rows those are, ascending
+    rows: LogprobRows
 
 
 def token_logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: Sequence[int]) -> LogprobRows:
@@ -90,6 +104,25 @@ def token_logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: Sequence[int
         best = top_tokens(logprobs_RV, max(num_top))
         columns += [best.token_ids_RK, best.values_RK]
     return LogprobRows(num_top, torch.cat([column.to(torch.float64) for column in columns], -1))
+
+
+def requested_logprobs(
+    logits_RV: Tensor, token_ids_R: Tensor, num_top: Sequence[int | None]
+) -> RequestedLogprobs | None:
+    """`token_logprobs` of the rows that want any; None if no row does.
+
+    Args:
+        logits_RV: any floating type, unprocessed.
+        num_top: alternatives that each row wants beside its token; None: not even that.
+    """
+    indices = [index for index, count in enumerate(num_top) if count is not None]
+    if not indices:
+        return None
+    if len(indices) < len(num_top):
+        indices_R = torch.tensor(indices, device=logits_RV.device)
+        logits_RV, token_ids_R = logits_RV[indices_R], token_ids_R[indices_R]
+    counts = [count for count in num_top if count is not None]
+    return RequestedLogprobs(indices, token_logprobs(as_float(logits_RV), token_ids_R, counts))
 
 
 def prompt_logprobs(logits_RV: Tensor, target_ids_R: Tensor, num_top: int) -> list[TokenLogprobs]:

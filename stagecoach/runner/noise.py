@@ -1,6 +1,6 @@
 """Counter-based noise: the only source of randomness in sampling.
 
-Owns the map (seed, position, token id) -> Gumbel noise. Nothing else enters it: not the
+Owns the map (seed, position, token id, stream) -> noise. Nothing else enters it: not the
 batch, not the rank, not how a prompt was chunked. Knows no request and no logits.
 
 Generator: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -12,7 +12,10 @@ Dimensions: R rows, V vocabulary, K chosen tokens of a row, B blocks of four tok
 import torch
 from torch import Tensor
 
-TOKEN_STREAM = 0  # the fourth counter word; another use of noise takes another number
+# The fourth counter word: one number for each use of noise.
+TOKEN_STREAM = 0  # the target's choice of a token
+DRAFT_STREAM = 1  # the drafter's, where it must not depend on the target's
+ACCEPT_STREAM = 2  # whether a draft stands, where equality does not decide
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -52,12 +55,16 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> Tenso
 
 
 def gumbel_noise(
-    seeds_R: Tensor, positions_R: Tensor, vocab_size: int, device: torch.device | str
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    vocab_size: int,
+    device: torch.device | str,
+    stream: int = TOKEN_STREAM,
 ) -> Tensor:
     """Standard Gumbel noise for every token of the vocabulary.
 
     Token v takes word v % 4 of the block whose counter is (v // 4, position low, position
-    high, TOKEN_STREAM) under the key (seed low, seed high).
+    high, stream) under the key (seed low, seed high).
 
     Args:
         seeds_R: int64, the seed of each row's request.
@@ -68,15 +75,21 @@ def gumbel_noise(
     """
     num_blocks = -(-vocab_size // _TOKENS_PER_BLOCK)
     blocks_1B = torch.arange(num_blocks, device=device).unsqueeze(0)
-    words_RB4 = _words(seeds_R.to(device), positions_R.to(device), blocks_1B)
+    words_RB4 = _words(seeds_R.to(device), positions_R.to(device), blocks_1B, stream)
     return _gumbel(words_RB4.flatten(1))[:, :vocab_size]
 
 
 def gumbel_noise_at(seeds_R: Tensor, positions_R: Tensor, token_ids_RK: Tensor) -> Tensor:
     """The values of `gumbel_noise` at chosen token ids: float64 [R, K]."""
-    words_RK4 = _words(seeds_R, positions_R, token_ids_RK // _TOKENS_PER_BLOCK)
+    words_RK4 = _words(seeds_R, positions_R, token_ids_RK // _TOKENS_PER_BLOCK, TOKEN_STREAM)
     word_RK1 = (token_ids_RK % _TOKENS_PER_BLOCK).unsqueeze(-1)
     return _gumbel(words_RK4.gather(-1, word_RK1).squeeze(-1))
+
+
+def uniform_noise(seeds_R: Tensor, positions_R: Tensor, stream: int) -> Tensor:
+    """One uniform number a row, strictly inside (0, 1): float64 [R], from word 0 of block 0."""
+    block_1 = torch.zeros(1, dtype=torch.int64, device=positions_R.device)
+    return _uniform(_words(seeds_R, positions_R, block_1, stream)[:, 0, 0])
 
 
 def _round_keys(key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -88,10 +101,9 @@ def _round_keys(key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return (words + steps * rounds).unbind()
 
 
-def _words(seeds_R: Tensor, positions_R: Tensor, blocks: Tensor) -> Tensor:
+def _words(seeds_R: Tensor, positions_R: Tensor, blocks: Tensor, stream: int) -> Tensor:
     position_low, position_high = _split_words(positions_R.unsqueeze(1))
-    stream = torch.full_like(position_low, TOKEN_STREAM)
-    counter = (blocks, position_low, position_high, stream)
+    counter = (blocks, position_low, position_high, torch.full_like(position_low, stream))
     return philox4x32(counter, _split_words(seeds_R.unsqueeze(1)))
 
 
@@ -99,7 +111,11 @@ def _split_words(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return numbers & _WORD_MASK, (numbers >> 32) & _WORD_MASK
 
 
+def _uniform(words: Tensor) -> Tensor:
+    # Half a step off both ends: never 0 or 1.
+    return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
 def _gumbel(words: Tensor) -> Tensor:
-    # Half a step off both ends: the uniform number is never 0 or 1, and the noise is finite.
-    uniforms = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
-    return uniforms.log_().neg_().log_().neg_()
+    """Finite, because the uniform numbers are never 0 or 1."""
+    return _uniform(words).log_().neg_().log_().neg_()

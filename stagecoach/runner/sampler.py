@@ -13,56 +13,33 @@ The argmax of log-probabilities plus independent Gumbel noise is distributed as 
 (Gumbel 1954; Maddison et al., "A* sampling", NeurIPS 2014, §2). Equal values are ordered by
 token id throughout: the lowest id wins a greedy tie, and cuts keep lower ids first.
 
-Dimensions: R rows, Q the random rows among them, V vocabulary, K candidates of a row.
+Dimensions: R rows, Q the random rows among them, V vocabulary, K candidates of a row,
+J pending tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stagecoach.request import TokenLogprobs
-from stagecoach.runner.logprobs import LogprobRows, TopTokens, as_float, token_logprobs, top_tokens
+from stagecoach.runner.logprobs import TopTokens, as_float, top_tokens
 from stagecoach.runner.noise import gumbel_noise, gumbel_noise_at
-from stagecoach.runner.sampling_table import Parameter, RowTraits, SamplingTable
+from stagecoach.runner.sampling_table import Parameter, PendingTokens, RowTraits, SamplingTable
 
 # top_p looks this far down the ranking first, and further only where that mass is not enough.
 _FIRST_LOOK = 128
 
 
-class HostRows(NamedTuple):
-    """Sampled tokens on the host; a row without `logprobs` in its request has None."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-
-
-class SampledRows(NamedTuple):
-    """One token a row, on the device."""
-
-    token_ids_R: Tensor  # int64
-    logprobs: LogprobRows | None  # of the rows that asked, in order
-    logprob_indices: list[int]  # which rows those are
-
-    def to_host(self) -> HostRows:
-        token_ids = self.token_ids_R.tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if self.logprobs is not None:
-            pairs = zip(self.logprob_indices, self.logprobs.to_host(), strict=True)
-            for index, entry in pairs:
-                logprobs[index] = entry
-        return HostRows(token_ids, logprobs)
-
-
-def sample(
+def choose_tokens(
     logits_RV: Tensor,
     rows: Sequence[int],
-    positions: Sequence[int],
+    positions_R: Tensor,
     table: SamplingTable,
-    pending: Sequence[Sequence[int]] | None = None,
-) -> SampledRows:
-    """Choose the token of each row.
+    pending: PendingTokens | None = None,
+    noise_RV: Tensor | None = None,
+) -> Tensor:
+    """Choose the token of each row: int64 [R]. The table is not changed.
 
     Several rows may belong to one request, as in a verify window; its later rows then hold in
     `pending` the tokens before them that the table has not been told of, and are right only if
@@ -71,79 +48,88 @@ def sample(
     Args:
         logits_RV: any floating type; float64 is computed in float64, all else in float32.
         rows: table row of each logits row.
-        positions: index, within its request, of the token being sampled.
+        positions_R: int64, index, within its request, of the token being chosen.
         pending: for each row, output tokens that `table.append` has not seen; penalties
             count them.
-
-    Returns:
-        Tokens and logprobs. The table is not changed.
+        noise_RV: Gumbel noise in place of the target's own at these positions.
     """
     traits = [table.traits(row) for row in rows]
     if all(item.is_plain for item in traits):
-        return SampledRows(logits_RV.argmax(-1), None, [])
-    logits_RV = as_float(logits_RV)
-    edited_RV = _edit(logits_RV, rows, positions, table, pending)
+        return logits_RV.argmax(-1)
+    edited_RV = _edit(as_float(logits_RV), rows, positions_R, table, pending)
     random = [index for index, item in enumerate(traits) if not item.is_greedy]
     if not random:
-        token_ids_R = edited_RV.argmax(-1)
-    else:
-        draw = _Draw(
-            logits_QV=_pick(edited_RV, random),
-            parameters_QP=table.parameters_NP[_index([rows[index] for index in random], table)],
-            seeds_Q=table.seeds_N[_index([rows[index] for index in random], table)],
-            positions_Q=_index([positions[index] for index in random], table),
-            traits=[traits[index] for index in random],
-        )
-        token_ids_Q = _choose(draw)
-        if len(random) == len(rows):
-            token_ids_R = token_ids_Q
-        else:
-            token_ids_R = edited_RV.argmax(-1)
-            token_ids_R[_index(random, table)] = token_ids_Q
-    wanted = [index for index, item in enumerate(traits) if item.num_logprobs is not None]
-    logprobs = None
-    if wanted:
-        logprobs = token_logprobs(
-            _pick(logits_RV, wanted),
-            _pick(token_ids_R, wanted),
-            [traits[index].num_logprobs or 0 for index in wanted],
-        )
-    return SampledRows(token_ids_R, logprobs, wanted)
+        return edited_RV.argmax(-1)
+    draw = _draw(edited_RV, rows, positions_R, table, noise_RV).pick(random)
+    token_ids_Q = torch.empty_like(draw.positions_Q)
+    for shortlist in _shortlists(draw):
+        token_ids_Q[shortlist.indices] = _noisy_argmax(shortlist)
+    if len(random) == len(rows):
+        return token_ids_Q
+    token_ids_R = edited_RV.argmax(-1)
+    token_ids_R[_index(random, table)] = token_ids_Q
+    return token_ids_R
+
+
+def probabilities(
+    logits_RV: Tensor,
+    rows: Sequence[int],
+    positions_R: Tensor,
+    table: SamplingTable,
+    pending: PendingTokens | None = None,
+) -> Tensor:
+    """The distribution that `choose_tokens` draws each row from: [R, V], of the type it
+    computes in. That of a greedy row is its one token.
+
+    Args: as for `choose_tokens`.
+    """
+    traits = [table.traits(row) for row in rows]
+    edited_RV = _edit(as_float(logits_RV), rows, positions_R, table, pending)
+    p_RV = torch.zeros_like(edited_RV).scatter_(-1, edited_RV.argmax(-1, keepdim=True), 1.0)
+    random = [index for index, item in enumerate(traits) if not item.is_greedy]
+    if not random:
+        return p_RV
+    draw = _draw(edited_RV, rows, positions_R, table).pick(random)
+    p_QV = torch.empty_like(draw.logits_QV)
+    for shortlist in _shortlists(draw):
+        p_QK = shortlist.values_QK.softmax(-1)
+        if shortlist.token_ids_QK is not None:
+            p_QK = torch.zeros_like(shortlist.draw.logits_QV).scatter_(
+                -1, shortlist.token_ids_QK, p_QK
+            )
+        p_QV[shortlist.indices] = p_QK
+    p_RV[_index(random, table)] = p_QV
+    return p_RV
 
 
 def _edit(
     logits_RV: Tensor,
     rows: Sequence[int],
-    positions: Sequence[int],
+    positions_R: Tensor,
     table: SamplingTable,
-    pending: Sequence[Sequence[int]] | None,
+    pending: PendingTokens | None,
 ) -> Tensor:
     """Apply bias, min_tokens and penalties; a copy if any row needs one."""
-    edited_RV: Tensor | None = None
-    penalised: list[int] = []
-    for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
-        traits = table.traits(row)
-        is_blocked = traits.blocked_ids is not None and position < traits.blocked_before
-        if not (traits.bias or is_blocked or traits.has_penalties):
-            continue
-        if edited_RV is None:
-            edited_RV = logits_RV.clone()
-        if traits.bias is not None:
-            token_ids, values = traits.bias
-            edited_RV[index, token_ids] += values.to(edited_RV.dtype)
-        if is_blocked:
-            edited_RV[index, traits.blocked_ids] = -torch.inf
-        if traits.has_penalties:
-            penalised.append(index)
-    if edited_RV is None:
+    traits = [table.traits(row) for row in rows]
+    biased = [(index, item.bias) for index, item in enumerate(traits) if item.bias is not None]
+    blocked = [index for index, item in enumerate(traits) if item.blocked_ids]
+    penalised = [index for index, item in enumerate(traits) if item.has_penalties]
+    if not (biased or blocked or penalised):
         return logits_RV
+    edited_RV = logits_RV.clone()
+    for index, (token_ids, values) in biased:
+        edited_RV[index, token_ids] += values.to(edited_RV.dtype)
+    if blocked:
+        _block_ends(edited_RV, blocked, traits, positions_R)
     if penalised:
         rows_P = _index([rows[index] for index in penalised], table)
+        indices_P = _index(penalised, table)
         counts_PV = table.output_counts(rows_P)
         if pending is not None:
-            _count_pending(counts_PV, [pending[index] for index in penalised])
-        edited_RV[_index(penalised, table)] = _penalise(
-            _pick(edited_RV, penalised),
+            token_ids_PJ, is_real_PJ = pending.pick(indices_P)
+            counts_PV.scatter_add_(-1, token_ids_PJ, is_real_PJ.to(counts_PV.dtype))
+        edited_RV[indices_P] = _penalise(
+            edited_RV[indices_P],
             counts_PV,
             table.is_in_prompt(rows_P),
             table.parameters_NP[rows_P].to(edited_RV.dtype),
@@ -151,11 +137,18 @@ def _edit(
     return edited_RV
 
 
-def _count_pending(counts_PV: Tensor, pending: list[Sequence[int]]) -> None:
-    places = [(row, token_id) for row, token_ids in enumerate(pending) for token_id in token_ids]
-    if places:
-        places_2 = torch.tensor(places, device=counts_PV.device).unbind(-1)
-        counts_PV.index_put_(places_2, counts_PV.new_ones(()), accumulate=True)
+def _block_ends(
+    edited_RV: Tensor, blocked: list[int], traits: list[RowTraits], positions_R: Tensor
+) -> None:
+    """Make ends impossible, in place, where `min_tokens` outputs do not exist yet."""
+    places = [
+        (index, traits[index].blocked_before, token_id)
+        for index in blocked
+        for token_id in traits[index].blocked_ids
+    ]
+    rows_B, before_B, ids_B = torch.tensor(places, device=edited_RV.device).unbind(-1)
+    is_early_B = positions_R[rows_B] < before_B
+    edited_RV[rows_B, ids_B] = edited_RV[rows_B, ids_B].masked_fill(is_early_B, -torch.inf)
 
 
 def _penalise(
@@ -173,27 +166,59 @@ def _penalise(
 
 
 class _Draw(NamedTuple):
-    """The rows that are sampled with noise."""
+    """Rows that are sampled with noise."""
 
     logits_QV: Tensor
     parameters_QP: Tensor
     seeds_Q: Tensor
     positions_Q: Tensor
+    noise_QV: Tensor | None  # None: the target's own, made where it is needed
     traits: list[RowTraits]
 
     def pick(self, indices: list[int]) -> "_Draw":
-        """Some of its rows."""
+        """Some of its rows, in ascending order."""
+        if len(indices) == len(self.traits):
+            return self
+        indices_Q = torch.tensor(indices, device=self.logits_QV.device)
         return _Draw(
-            logits_QV=_pick(self.logits_QV, indices),
-            parameters_QP=_pick(self.parameters_QP, indices),
-            seeds_Q=_pick(self.seeds_Q, indices),
-            positions_Q=_pick(self.positions_Q, indices),
+            logits_QV=self.logits_QV[indices_Q],
+            parameters_QP=self.parameters_QP[indices_Q],
+            seeds_Q=self.seeds_Q[indices_Q],
+            positions_Q=self.positions_Q[indices_Q],
+            noise_QV=None if self.noise_QV is None else self.noise_QV[indices_Q],
             traits=[self.traits[index] for index in indices],
         )
 
 
-def _choose(draw: _Draw) -> Tensor:
-    """Tokens of random rows: int64 [Q]."""
+class _Shortlist(NamedTuple):
+    """What the cuts left of some rows of a draw."""
+
+    indices: list[int]  # which rows of the draw
+    draw: _Draw  # those rows
+    values_QK: Tensor  # log-probabilities but for a constant, -inf where cut
+    token_ids_QK: Tensor | None  # None: the whole vocabulary in its order
+
+
+def _draw(
+    edited_RV: Tensor,
+    rows: Sequence[int],
+    positions_R: Tensor,
+    table: SamplingTable,
+    noise_RV: Tensor | None = None,
+) -> _Draw:
+    rows_R = _index(rows, table)
+    return _Draw(
+        logits_QV=edited_RV,
+        parameters_QP=table.parameters_NP[rows_R],
+        seeds_Q=table.seeds_N[rows_R],
+        positions_Q=positions_R,
+        noise_QV=noise_RV,
+        traits=[table.traits(row) for row in rows],
+    )
+
+
+def _shortlists(draw: _Draw) -> Iterator[_Shortlist]:
+    """What the cuts leave of every row; of several with one row the last is right."""
     # Relative to the greatest logit, so that no temperature overflows.
     scaled_QV = draw.logits_QV - draw.logits_QV.amax(-1, keepdim=True)
     dtype = scaled_QV.dtype
@@ -202,7 +227,6 @@ def _choose(draw: _Draw) -> Tensor:
     if any(item.has_min_p for item in draw.traits):
         log_min_p_Q1 = _column(draw.parameters_QP, Parameter.LOG_MIN_P).to(dtype)
         scaled_QV.masked_fill_(scaled_QV < log_min_p_Q1, -torch.inf)
-
     scaled = draw._replace(logits_QV=scaled_QV)
 
     # Each row's way depends on its own parameters only.
@@ -210,59 +234,48 @@ def _choose(draw: _Draw) -> Tensor:
     by_top_p = [
         index for index, item in enumerate(draw.traits) if item.top_k is None and item.has_top_p
     ]
-    by_all = [
+    uncut = [
         index for index, item in enumerate(draw.traits) if item.top_k is None and not item.has_top_p
     ]
-    token_ids_Q = torch.empty_like(draw.positions_Q)
-    for indices, choose in (
-        (by_top_k, _choose_by_top_k),
-        (by_top_p, _choose_by_top_p),
-        (by_all, _choose_by_all),
-    ):
-        if not indices:
-            continue
-        chosen = choose(scaled.pick(indices))
-        if len(indices) == len(draw.traits):
-            return chosen
-        token_ids_Q[torch.tensor(indices, device=token_ids_Q.device)] = chosen
-    return token_ids_Q
+    if by_top_k:
+        yield _cut_by_top_k(by_top_k, scaled.pick(by_top_k))
+    if by_top_p:
+        yield from _cut_by_top_p(by_top_p, scaled.pick(by_top_p))
+    if uncut:
+        part = scaled.pick(uncut)
+        yield _Shortlist(uncut, part, part.logits_QV, None)
 
 
-def _choose_by_all(draw: _Draw) -> Tensor:
-    vocab_size = draw.logits_QV.shape[-1]
-    noise_QV = gumbel_noise(draw.seeds_Q, draw.positions_Q, vocab_size, draw.logits_QV.device)
-    return (noise_QV + draw.logits_QV).argmax(-1)
-
-
-def _choose_by_top_k(draw: _Draw) -> Tensor:
+def _cut_by_top_k(indices: list[int], draw: _Draw) -> _Shortlist:
     top_k = [item.top_k for item in draw.traits if item.top_k is not None]
     best = top_tokens(draw.logits_QV, max(top_k))
     top_k_Q1 = torch.tensor(top_k, device=best.values_RK.device).unsqueeze(-1)
     ranks_K = torch.arange(max(top_k), device=top_k_Q1.device)
     best = best._replace(values_RK=best.values_RK.masked_fill(ranks_K >= top_k_Q1, -torch.inf))
     mass_QK = best.values_RK.to(torch.float64).exp().cumsum(-1)
-    return _choose_by_mass(draw, best, mass_QK, total_Q1=mass_QK[:, -1:])
+    return _cut_by_mass(indices, draw, best, mass_QK, total_Q1=mass_QK[:, -1:])
 
 
-def _choose_by_top_p(draw: _Draw, look: int = _FIRST_LOOK) -> Tensor:
+def _cut_by_top_p(indices: list[int], draw: _Draw, look: int = _FIRST_LOOK) -> Iterator[_Shortlist]:
     vocab_size = draw.logits_QV.shape[-1]
     look = min(look, vocab_size)
     # cumsum, not sum: its order of addition does not depend on the number of rows.
     total_Q1 = draw.logits_QV.to(torch.float64).exp().cumsum(-1)[:, -1:]
     best = top_tokens(draw.logits_QV, look)
     mass_QK = best.values_RK.to(torch.float64).exp().cumsum(-1)
-    token_ids_Q = _choose_by_mass(draw, best, mass_QK, total_Q1)
+    yield _cut_by_mass(indices, draw, best, mass_QK, total_Q1)
     if look == vocab_size:
-        return token_ids_Q
+        return
     is_short_Q1 = mass_QK[:, -1:] < _column(draw.parameters_QP, Parameter.TOP_P) * total_Q1
-    short = is_short_Q1.squeeze(-1).nonzero().squeeze(-1)
-    if len(short):
-        token_ids_Q[short] = _choose_by_top_p(draw.pick(short.tolist()), 4 * look)
-    return token_ids_Q
+    short = is_short_Q1.squeeze(-1).nonzero().squeeze(-1).tolist()
+    if short:
+        yield from _cut_by_top_p([indices[row] for row in short], draw.pick(short), 4 * look)
 
 
-def _choose_by_mass(draw: _Draw, best: TopTokens, mass_QK: Tensor, total_Q1: Tensor) -> Tensor:
-    """Keep the fewest of the best whose mass reaches top_p, then choose among them.
+def _cut_by_mass(
+    indices: list[int], draw: _Draw, best: TopTokens, mass_QK: Tensor, total_Q1: Tensor
+) -> _Shortlist:
+    """Keep the fewest of the best whose mass reaches top_p.
 
     Args:
         mass_QK: float64, inclusive running sum of the unnormalised probabilities.
@@ -273,25 +286,30 @@ def _choose_by_mass(draw: _Draw, best: TopTokens, mass_QK: Tensor, total_Q1: Ten
     is_cut_QK = torch.zeros_like(mass_QK, dtype=torch.bool)
     is_cut_QK[:, 1:] = (mass_QK[:, :-1] >= top_p_Q1 * total_Q1) & (top_p_Q1 < 1.0)
     values_QK = best.values_RK.masked_fill(is_cut_QK, -torch.inf)
+    return _Shortlist(indices, draw, values_QK, best.token_ids_RK)
+
+
+def _noisy_argmax(shortlist: _Shortlist) -> Tensor:
+    """Tokens of a shortlist's rows: int64 [Q]."""
+    draw, values_QK, token_ids_QK = shortlist.draw, shortlist.values_QK, shortlist.token_ids_QK
     vocab_size = draw.logits_QV.shape[-1]
-    if 4 * values_QK.shape[-1] < vocab_size:
-        noise_QK = gumbel_noise_at(draw.seeds_Q, draw.positions_Q, best.token_ids_RK)
-    else:
+    noise_QV = draw.noise_QV
+    is_sparse = token_ids_QK is not None and 4 * values_QK.shape[-1] < vocab_size
+    if noise_QV is None and not is_sparse:
         noise_QV = gumbel_noise(draw.seeds_Q, draw.positions_Q, vocab_size, values_QK.device)
-        noise_QK = noise_QV.gather(-1, best.token_ids_RK)
+    if token_ids_QK is None:
+        assert noise_QV is not None
+        return (noise_QV + values_QK).argmax(-1)
+    if noise_QV is None:
+        noise_QK = gumbel_noise_at(draw.seeds_Q, draw.positions_Q, token_ids_QK)
+    else:
+        noise_QK = noise_QV.gather(-1, token_ids_QK)
     chosen_Q1 = (noise_QK + values_QK).argmax(-1, keepdim=True)
-    return best.token_ids_RK.gather(-1, chosen_Q1).squeeze(-1)
+    return token_ids_QK.gather(-1, chosen_Q1).squeeze(-1)
 
 
 def _column(parameters_QP: Tensor, parameter: Parameter) -> Tensor:
     return parameters_QP[:, parameter, None]
-
-
-def _pick(tensor: Tensor, indices: list[int]) -> Tensor:
-    """Rows of a tensor, without a copy when that is all of them in order."""
-    if len(indices) == tensor.shape[0]:
-        return tensor
-    return tensor[torch.tensor(indices, device=tensor.device)]
 
 
 def _index(numbers: Sequence[int], table: SamplingTable) -> Tensor:

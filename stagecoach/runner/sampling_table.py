@@ -4,13 +4,14 @@ Owns the sampling parameters of every row as tensors, the masks that follow from
 token counts behind penalties. A row belongs to one admission of one request: admitting anew
 replaces all of it. Knows no logits, no schedule, and no text.
 
-Dimensions: N rows of the table, R rows of a call, V vocabulary, P parameters.
+Dimensions: N rows of the table, R rows of a call, V vocabulary, P parameters, J tokens.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,20 @@ class Parameter(IntEnum):
     REPETITION_PENALTY = 5
 
 
+class PendingTokens(NamedTuple):
+    """Output tokens before each row of a call that the table has not been told of.
+
+    The drafts before a row of a window: what the row samples is right only if they stand.
+    """
+
+    token_ids_RJ: Tensor  # int64, any valid id where none is
+    is_real_RJ: Tensor  # bool
+
+    def pick(self, indices_R: Tensor) -> "PendingTokens":
+        """Those of some rows."""
+        return PendingTokens(self.token_ids_RJ[indices_R], self.is_real_RJ[indices_R])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTraits:
     """The host's knowledge of a row: which features it pays for, and their sparse masks."""
@@ -41,10 +56,9 @@ class RowTraits:
     has_penalties: bool
     num_logprobs: int | None
     bias: tuple[Tensor, Tensor] | None  # token ids (int64) and what is added (float64)
-    blocked_ids: Tensor | None  # int64, impossible before position `blocked_before`
+    blocked_ids: tuple[int, ...]  # impossible before position `blocked_before`
     blocked_before: int
-    # Greedy without anything that edits logits or wants them back: one argmax.
-    is_plain: bool
+    is_plain: bool  # greedy without anything that edits logits: one argmax
 
 
 class SamplingTable:
@@ -89,20 +103,27 @@ class SamplingTable:
             if entry.params.has_penalties:
                 self._count_tokens(entry)
 
-    def append(self, rows: Sequence[int], token_ids_R: Tensor) -> None:
+    def append(
+        self, rows: Sequence[int], token_ids_R: Tensor, is_output_R: Tensor | None = None
+    ) -> None:
         """Note tokens that became part of the output; a row may come several times.
 
         Args:
             rows: table row of each token.
             token_ids_R: int64, on any device.
+            is_output_R: bool, which of them did; all without it.
         """
         indices = [index for index, row in enumerate(rows) if self.traits(row).has_penalties]
         if not indices:
             return
         counts_NV, _ = self._token_tables()
         rows_P = torch.tensor([rows[index] for index in indices], device=self.device)
-        token_ids_P = token_ids_R.to(self.device)[torch.tensor(indices, device=self.device)]
-        counts_NV.index_put_((rows_P, token_ids_P), counts_NV.new_ones(()), accumulate=True)
+        indices_P = torch.tensor(indices, device=self.device)
+        token_ids_P = token_ids_R.to(self.device)[indices_P]
+        amounts = counts_NV.new_ones(())
+        if is_output_R is not None:
+            amounts = is_output_R.to(self.device)[indices_P].to(counts_NV.dtype)
+        counts_NV.index_put_((rows_P, token_ids_P), amounts, accumulate=True)
 
     def traits(self, row: int) -> RowTraits:
         """What the host knows of an admitted row."""
@@ -129,8 +150,11 @@ class SamplingTable:
                 ),
             )
         # An end token beyond the head's vocabulary cannot be sampled and needs no mask.
-        blocked = [token_id for token_id in entry.stop_token_ids if token_id < self.vocab_size]
-        blocked_ids = self._ids(blocked) if params.min_tokens and blocked else None
+        blocked_ids: tuple[int, ...] = ()
+        if params.min_tokens:
+            blocked_ids = tuple(
+                token_id for token_id in entry.stop_token_ids if token_id < self.vocab_size
+            )
         return RowTraits(
             request_id=entry.request_id,
             is_greedy=params.is_greedy,
@@ -144,9 +168,8 @@ class SamplingTable:
             blocked_before=entry.num_prompt_tokens + params.min_tokens,
             is_plain=params.is_greedy
             and not params.has_penalties
-            and params.logprobs is None
             and bias is None
-            and blocked_ids is None,
+            and not blocked_ids,
         )
 
     def _count_tokens(self, entry: SamplingEntry) -> None:

@@ -4,22 +4,24 @@ Owns the stage's model, its memory and both ends of its boundary. Keeps no reque
 a step needs stands in its plan, except the sampling table of the last stage.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.config import ResolvedConfig
+from stagecoach.draft.load import load_drafter
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
-from stagecoach.model.weights import LoadProgress, load_stage
-from stagecoach.pipeline.boundary import boundary_fields
+from stagecoach.model.weights import LoadProgress, Progress, load_stage
+from stagecoach.pipeline.boundary import incoming_fields, outgoing_fields
 from stagecoach.pipeline.handoff import Handoff
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.stage import Stage, make_stages
+from stagecoach.pipeline.tap_relay import TapRelay
 from stagecoach.pipeline.topology import Topology, WorkerId
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
 from stagecoach.runner.last_stage import LastStage
@@ -33,7 +35,7 @@ class StepOutcome(NamedTuple):
     """What one rank knows after a step."""
 
     rows: tuple[RowResult, ...] | None  # only on the rank that samples
-    forward_seconds: float  # inside the model: layers and head
+    forward_seconds: float  # inside the models: layers, head and drafter
     wait_seconds: float  # for the stage before
 
 
@@ -50,18 +52,14 @@ class StageRunner:
             tp_size=config.engine.tensor_parallel_size,
         )
         stage, model = self._stage, config.model
+        self._taps = config.speculation.draft.taps if config.speculation else None
+        self._relay = TapRelay(self._taps, stage, model.hidden_size) if self._taps else None
         self._handoff = Handoff(
             links,
             worker,
             topology,
-            incoming=() if stage.is_first else boundary_fields(model, stage.start),
-            outgoing=()
-            if stage.is_last
-            else tuple(
-                # A field that was final before this stage passes on before its first layer.
-                dataclasses.replace(field, final_after=max(field.final_after, stage.start - 1))
-                for field in boundary_fields(model, stage.end)
-            ),
+            incoming=incoming_fields(model, stage, self._taps),
+            outgoing=outgoing_fields(model, stage, self._taps),
             dtype=self._dtype,
         )
         self._is_sampler = worker.rank == topology.sampler_rank
@@ -70,34 +68,50 @@ class StageRunner:
         self._memory: DeviceMemory | None = None
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
-        """Read this worker's weights.
+        """Read this worker's weights, on the last stage those of the drafter too.
 
         Args:
             on_progress: told the bytes done and the bytes in all.
 
         Raises:
             CheckpointError: names the tensor or the file.
+            ConfigError: the stage before declares another boundary.
         """
 
-        def report(progress: LoadProgress) -> None:
-            on_progress(progress.num_bytes, progress.total_bytes)
+        def report_after(num_bytes: int) -> Progress:
+            def report(progress: LoadProgress) -> None:
+                on_progress(num_bytes + progress.num_bytes, num_bytes + progress.total_bytes)
 
-        self._model = load_stage(
+            return report
+
+        self._handoff.agree()
+        engine = self._config.engine
+        model = self._model = load_stage(
             self._config.checkpoint,
             self._config.model,
             self._stage,
             self._tensor_parallel,
             self._dtype,
-            load_format=self._config.engine.load_format,
-            seed=self._config.engine.seed,
-            progress=report,
+            dummy_seed=self._config.dummy_seed,
+            progress=report_after(0),
+            taps=self._taps,
         )
-        if self._stage.is_last:
-            self._last_stage = LastStage(
-                self._model,
-                max_num_seqs=self._config.engine.max_num_seqs,
-                is_sampler=self._is_sampler,
+        if not self._stage.is_last:
+            return
+        drafter = None
+        if self._taps is not None:
+            done_bytes = sum(slot.target.nbytes for slot in model.slots)
+            drafter = load_drafter(
+                self._config, model, self._tensor_parallel, self._dtype, report_after(done_bytes)
             )
+        self._last_stage = LastStage(
+            model,
+            self._tensor_parallel,
+            max_num_seqs=engine.max_num_seqs,
+            is_sampler=self._is_sampler,
+            speculation=self._config.speculation,
+            drafter=drafter,
+        )
 
     def memory_needs(self) -> MemoryNeeds:
         return memory_needs(self._config, self._stage, self._dtype)
@@ -110,22 +124,28 @@ class StageRunner:
         """Execute one plan; plans come in order."""
         assert self._model is not None and self._memory is not None, "load and allocate first"
         for segment in plan.segments:
-            # No kernel folds records or files states yet: better no answer than a wrong one.
-            assert not segment.replay and not segment.saves, f"unknown work: {segment}"
+            # No kernel files states yet: better no answer than a wrong one.
+            assert not segment.saves, f"unknown work: {segment}"
         handoff, model = self._handoff, self._model
         handoff.begin_step(plan.step)
         self._memory.poison(list(plan.poison_pages), list(plan.poison_slots))
         step = build_step_tensors(plan, self._config.engine.block_size)
         began = received = time.perf_counter()
+        relayed_TNH: Tensor | None = None
         if self._stage.is_first:
             stream = model.embed(step.token_ids_T)
         else:
             fields = handoff.receive(step.num_tokens)
             received = time.perf_counter()
+            relayed_TNH = fields.pop("taps_TNH", None)
             stream = model.resume(**fields)
 
         def send_final(layer: int, stream: ResidualStream) -> None:
-            tensors = {"hidden_TH": lambda: stream.partial_TH, "bank_TBH": lambda: stream.bank_TBH}
+            tensors = {
+                "hidden_TH": lambda: stream.partial_TH,
+                "bank_TBH": lambda: stream.bank_TBH,
+                "taps_TNH": lambda: self._known_taps(relayed_TNH, stream),
+            }
             handoff.send_final(layer, lambda name: tensors[name]())
 
         send_final(self._stage.start - 1, stream)
@@ -134,9 +154,17 @@ class StageRunner:
         rows = None
         if self._last_stage is not None:
             head_seconds = self._last_stage.head_seconds
-            rows = self._last_stage.run(plan, stream)
+            taps_TNH = draft_rows_YRD = None
+            if self._relay is not None:
+                taps_TNH = self._known_taps(relayed_TNH, stream)
+                draft_rows_YRD = self._memory.stage_memory.draft_rows_YRD
+            rows = self._last_stage.run(plan, step, stream, taps_TNH, draft_rows_YRD)
             forward_seconds += self._last_stage.head_seconds - head_seconds
         return StepOutcome(rows, forward_seconds, wait_seconds=received - began)
 
     def finish(self) -> None:
         self._handoff.finish()
+
+    def _known_taps(self, relayed_TNH: Tensor | None, stream: ResidualStream) -> Tensor:
+        assert self._relay is not None, "taps without a drafter"
+        return self._relay.join(relayed_TNH, stream.taps)

@@ -11,21 +11,37 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
+from stagecoach.runner.sampling_table import PendingTokens
 from stagecoach.schedule.step_plan import Segment, StepPlan
 
 # Padded tokens x context that cost less than one more kernel call.
 _FREE_PADDING = 4096
 
 
+class WindowRows(NamedTuple):
+    """The drafts among the sampled rows: S segments, J most drafts, W = 1 + J."""
+
+    num_drafts_S: list[int]
+    segment_R: Tensor  # int64, which of the S each row belongs to
+    place_R: Tensor  # int64, its place among that segment's rows
+    draft_ids_R: Tensor  # int64, the draft that follows; -1 behind the last row of a segment
+    rows_SW: Tensor  # int64, the rows of each segment; its last row where there is none
+    pending: PendingTokens  # the drafts before each row
+
+
 class SampleInputs(NamedTuple):
     """Which flat tokens the last stage turns into logits, by segment."""
 
-    segments: tuple[int, ...]  # index in the plan of each segment that samples
-    token_index_R: Tensor  # int64, the last token of each
+    segments: tuple[int, ...]  # index in the plan of each of the S segments that sample
+    first_rows: list[int]  # where the rows of each begin
+    # int64: the last token of a segment, in a window the anchor and every draft
+    token_index_R: Tensor
     sampling_rows: list[int]
-    positions: list[int]  # index, within the request, of the token that is sampled
+    positions_R: Tensor  # int64, index, within the request, of the token that is sampled
+    windows: WindowRows | None  # None where no segment has drafts
 
 
 class TargetInputs(NamedTuple):
@@ -85,14 +101,89 @@ def split_by_shape(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 def build_sample_inputs(plan: StepPlan) -> SampleInputs:
     """The rows of the plan's flat token axis that are sampled from."""
     ends = np.cumsum([segment.num_tokens for segment in plan.segments])
-    sampling = tuple(
+    indices = tuple(
         index for index, segment in enumerate(plan.segments) if segment.sampling_row is not None
     )
-    return SampleInputs(
-        segments=sampling,
-        token_index_R=torch.from_numpy(ends[list(sampling)] - 1),
-        sampling_rows=[plan.segments[index].sampling_row or 0 for index in sampling],
-        positions=[plan.segments[index].end for index in sampling],
+    segments = [plan.segments[index] for index in indices]
+    last_token_S = ends[list(indices)] - 1
+    inputs = SampleInputs(
+        segments=indices,
+        first_rows=list(range(len(indices))),
+        token_index_R=torch.from_numpy(last_token_S),
+        sampling_rows=[segment.sampling_row or 0 for segment in segments],
+        positions_R=_int64([segment.end for segment in segments]),
+        windows=None,
+    )
+    if not any(segment.num_draft_tokens for segment in segments):
+        return inputs
+    return _with_windows(inputs, segments, last_token_S)
+
+
+def _with_windows(
+    inputs: SampleInputs, segments: list[Segment], last_token_S: np.ndarray
+) -> SampleInputs:
+    """One row for every token of a window, where `inputs` has one a segment."""
+    num_drafts = [segment.num_draft_tokens for segment in segments]
+    num_drafts_S = np.array(num_drafts, dtype=np.int64)
+    last_row_S = np.cumsum(1 + num_drafts_S) - 1
+    first_row_S = last_row_S - num_drafts_S
+    most_drafts = max(num_drafts)
+
+    segment_R = np.repeat(np.arange(len(segments)), 1 + num_drafts_S)
+    place_R = np.arange(len(segment_R)) - first_row_S[segment_R]
+    # From the end, negative: the last row of a segment stands at its last token.
+    offset_R = place_R - num_drafts_S[segment_R]
+    draft_ids_R = np.full(len(segment_R), -1, dtype=np.int64)
+    draft_ids_R[offset_R < 0] = np.fromiter(
+        chain.from_iterable(
+            segment.token_ids[segment.num_tokens - segment.num_draft_tokens :]
+            for segment in segments
+        ),
+        dtype=np.int64,
+        count=num_drafts_S.sum(),
+    )
+    rows_SW = np.minimum(first_row_S[:, None] + np.arange(1 + most_drafts), last_row_S[:, None])
+    drafts_SJ = np.maximum(draft_ids_R[rows_SW[:, :most_drafts]], 0)
+    return inputs._replace(
+        first_rows=first_row_S.tolist(),
+        token_index_R=torch.from_numpy(last_token_S[segment_R] + offset_R),
+        sampling_rows=np.array(inputs.sampling_rows)[segment_R].tolist(),
+        positions_R=inputs.positions_R[torch.from_numpy(segment_R)] + torch.from_numpy(offset_R),
+        windows=WindowRows(
+            num_drafts_S=num_drafts,
+            segment_R=torch.from_numpy(segment_R),
+            place_R=torch.from_numpy(place_R),
+            draft_ids_R=torch.from_numpy(draft_ids_R),
+            rows_SW=torch.from_numpy(rows_SW),
+            pending=PendingTokens(
+                token_ids_RJ=torch.from_numpy(drafts_SJ[segment_R]),
+                is_real_RJ=torch.from_numpy(np.arange(most_drafts) < place_R[:, None]),
+            ),
+        ),
+    )
+
+
+def build_block_context(plan: StepPlan, step: StepTensors) -> Tensor:
+    """Cache rows behind the segments that propose: `BlockInputs.context_rows_NL`.
+
+    Args:
+        step: `build_step_tensors(plan)`.
+    """
+    parts = []
+    first = 0
+    for span in step.spans():
+        rows_BL = span.group.context_rows_BL
+        segments = plan.segments[first : first + len(rows_BL)]
+        first += len(segments)
+        proposing = [index for index, segment in enumerate(segments) if segment.proposes]
+        if proposing:
+            is_all = len(proposing) == len(segments)
+            parts.append(rows_BL if is_all else rows_BL[_int64(proposing)])
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(rows_BL.shape[1] for rows_BL in parts)
+    return torch.cat(
+        [functional.pad(rows_BL, (0, longest - rows_BL.shape[1])) for rows_BL in parts]
     )
 
 
@@ -143,6 +234,9 @@ def _build_group(segments: tuple[Segment, ...], block_size: int) -> tuple[Segmen
         read_slots_B=_int64([segment.read_slot for segment in segments]),
         write_slots_B=_int64([segment.write_slot for segment in segments]),
         replay_B=_int64([segment.replay for segment in segments]),
+        max_replay=max(segment.replay for segment in segments),
+        num_drafts_B=_int64([segment.num_draft_tokens for segment in segments]),
+        max_drafts=max(segment.num_draft_tokens for segment in segments),
         context_rows_BL=torch.from_numpy(context_rows_BL),
         context_lengths_B=torch.from_numpy(ends_B),
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from stagecoach.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.step_plan import RowResult, Segment
+from stagecoach.schedule.verify_window import VerifyWindow
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
     steps: int = 0  # results applied to the request so far
     preemptions: int = 0
+    num_windows: int = 0  # rows so far of windows that verified at least one draft
+    num_draft_tokens: int = 0  # drafts that they verified
+    num_accepted_tokens: int = 0  # of them, before a row was cut at a stop
 
 
 class CommittedRow(NamedTuple):
@@ -32,6 +36,9 @@ class CommittedRow(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     stop_reason: int | None
+
+
+NOTHING = CommittedRow((), None, None)
 
 
 def cut_row(
@@ -78,9 +85,9 @@ def apply_row(
         assert not row.token_ids, f"a middle chunk returned tokens: {row}"
         if not prompt_logprobs:
             return None
-        return _progress(request, CommittedRow((), None, None), (), prompt_logprobs)
+        return progress_of(request, prompt_logprobs=prompt_logprobs)
 
-    assert 1 <= len(row.token_ids) <= 1 + segment.num_draft_tokens, f"bad row: {row}\n{segment}"
+    _stand_behind(request, segment, row)
     committed = cut_row(
         row.token_ids,
         num_outputs=len(request.output_token_ids),
@@ -95,7 +102,22 @@ def apply_row(
     request.output_token_ids.extend(committed.token_ids)
     request.is_sample_in_flight = False
     request.finish_reason = committed.finish_reason
-    return _progress(request, committed, logprobs, prompt_logprobs)
+    if committed.finish_reason is None:
+        request.draft_token_ids = row.draft_token_ids
+        request.confidences = row.confidences
+    return progress_of(request, committed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _stand_behind(request: Request, segment: Segment, row: RowResult) -> None:
+    """Move the request's progress behind what the row accepts, and count it."""
+    standing = VerifyWindow.of(segment).standing(row.token_ids)
+    request.num_computed, request.num_replay = standing
+    if segment.num_draft_tokens:
+        request.num_windows += 1
+        request.num_draft_tokens += segment.num_draft_tokens
+        request.num_accepted_tokens += standing.num_replay
+    assert segment.proposes or not row.draft_token_ids, f"drafts unasked: {row}\n{segment}"
+    assert len(row.confidences) in (0, len(row.draft_token_ids)), f"one a draft, or none: {row}"
 
 
 def _new_prompt_logprobs(
@@ -112,19 +134,24 @@ def _new_prompt_logprobs(
     return row.prompt_logprobs[num_delivered - segment.start :]
 
 
-def _progress(
+def progress_of(
     request: Request,
-    committed: CommittedRow,
-    logprobs: tuple[TokenLogprobs, ...],
-    prompt_logprobs: tuple[TokenLogprobs, ...],
+    committed: CommittedRow = NOTHING,
+    *,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> Progress:
+    """What is new about a request, and its counts so far."""
     return Progress(
         request_id=request.request_id,
         token_ids=committed.token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        finish_reason=committed.finish_reason,
+        finish_reason=request.finish_reason,
         stop_reason=committed.stop_reason,
         steps=request.num_steps,
         preemptions=request.num_preemptions,
+        num_windows=request.num_windows,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )

@@ -5,9 +5,18 @@ nothing: the scheduler has chosen the request and the length, and taken the page
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from stagecoach.request import Request
 from stagecoach.schedule.step_plan import ZERO_SLOT, SamplingEntry, Segment, StepPlan
+
+
+class PlanInFlight(NamedTuple):
+    """A launched plan whose result is not here yet."""
+
+    plan: StepPlan
+    encoded: bytes  # what goes to the workers; they echo its digest
+    requests: tuple[Request, ...]  # of each segment
 
 
 class PlanDraft:
@@ -29,22 +38,31 @@ class PlanDraft:
         """The request of each segment of the finished plan."""
         return tuple(request for _, request in self._ordered())
 
-    def add_window(self, request: Request) -> None:
-        """The newest token, which is the only one not forwarded yet."""
+    def add_window(
+        self, request: Request, num_draft_tokens: int = 0, *, proposes: bool = False
+    ) -> None:
+        """The newest token, which is the only one not forwarded yet, and drafts behind it.
+
+        The request's drafts are used up: whatever the row, the rest of them comes too late.
+        """
         assert request.slot is not None, f"runs without a slot: {request}"
         segment = Segment(
             request_id=request.request_id,
             epoch=request.epoch,
             start=request.num_computed,
-            token_ids=(request.output_token_ids[-1],),
+            token_ids=(request.output_token_ids[-1], *request.draft_token_ids[:num_draft_tokens]),
+            num_draft_tokens=num_draft_tokens,
             read_slot=request.slot,
+            replay=request.num_replay,
             write_slot=request.slot,
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row,
+            proposes=proposes,
         )
+        request.draft_token_ids = request.confidences = ()
         self._add(segment, request)
 
-    def add_chunk(self, request: Request, length: int) -> None:
+    def add_chunk(self, request: Request, length: int, *, proposes: bool = False) -> None:
         """The next `length` committed tokens; the chunk that reaches the newest one samples."""
         assert request.slot is not None, f"runs without a slot: {request}"
         start = request.num_computed
@@ -56,9 +74,11 @@ class PlanDraft:
             start=start,
             token_ids=request.token_ids(start, end),
             read_slot=request.slot if start else ZERO_SLOT,
+            replay=request.num_replay,
             write_slot=request.slot,
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row if is_final else None,
+            proposes=proposes,
             prompt_logprob_targets=_prompt_logprob_targets(request, start, end),
             num_prompt_logprobs=request.params.prompt_logprobs or 0,
         )
@@ -94,6 +114,7 @@ class PlanDraft:
         (self._windows if segment.is_window else self._chunks).append((segment, request))
         self.budget -= segment.num_tokens
         request.num_computed = segment.end
+        request.num_replay = 0
         request.num_plans_in_flight += 1
         request.is_sample_in_flight = segment.sampling_row is not None
 

@@ -1,6 +1,6 @@
 """Which requests compute which tokens in which step.
 
-Owns the queues, the order, preemption, and all pools, by number; the only writer of a Request.
+Owns the queues, the order, preemption, and with its helpers all that is written to a Request.
 Two verbs join deciding and doing: `plan()` makes the next step plan, `commit(result)` applies
 the oldest plan's result. Knows no tensor, no clock and no process.
 
@@ -10,11 +10,7 @@ the oldest plan's result. Knows no tensor, no clock and no process.
 """
 
 from collections import deque
-from typing import NamedTuple
 
-from stagecoach.cache.id_pool import IdPool
-from stagecoach.cache.page_pool import PagePool
-from stagecoach.cache.state_slots import StateSlots
 from stagecoach.errors import PlanDivergenceError
 from stagecoach.request import FinishReason, Request, check_prompt
 from stagecoach.schedule.admission import (
@@ -24,26 +20,24 @@ from stagecoach.schedule.admission import (
     pages_to_start,
     resolve_max_tokens,
 )
-from stagecoach.schedule.chunking import chunk_length, cohort_size
-from stagecoach.schedule.commit import Progress, apply_row
-from stagecoach.schedule.plan_draft import PlanDraft
-from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
-
-
-class PlanInFlight(NamedTuple):
-    """A launched plan whose result is not here yet."""
-
-    plan: StepPlan
-    encoded: bytes  # what goes to the workers; they echo its digest
-    requests: tuple[Request, ...]  # of each segment
+from stagecoach.schedule.chunking import (
+    DraftRoom,
+    chunk_length,
+    cohort_size,
+    draft_budget,
+    draft_limits,
+)
+from stagecoach.schedule.commit import Progress, apply_row, progress_of
+from stagecoach.schedule.draft_policy import Candidate, DraftPolicy
+from stagecoach.schedule.integrity import check_in_flight, check_running, check_waiting
+from stagecoach.schedule.plan_draft import PlanDraft, PlanInFlight
+from stagecoach.schedule.request_memory import RequestMemory
+from stagecoach.schedule.step_plan import RowResult, Segment, StepPlan, StepResult, plan_digest
+from stagecoach.schedule.verify_window import can_use_proposal, most_drafts
 
 
 class Scheduler:
     """Turns requests into step plans and results into progress.
-
-    Pages, slots and sampling rows that are freed may be handed out in the very next plan,
-    although plans that use them are still in flight: every stage runs plans in the order they
-    were made, so the old owner's last access comes before the new owner's first.
 
     Seniority is the order of `add`. A request takes pages from younger ones only, from those
     with nothing in flight, and never those promised to an older one; so the oldest running
@@ -63,9 +57,19 @@ class Scheduler:
         num_slots: int,
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
+        policy: DraftPolicy | None = None,
+        num_draft_tokens: int = 0,
+        first_step: int = 0,
         debug_poison: bool = False,
     ) -> None:
-        """`num_pages` and `num_slots` count the reserved page 0 and slot 0, as in MemoryPlan."""
+        """`num_pages` and `num_slots` count the reserved page 0 and slot 0, as in MemoryPlan.
+
+        Args:
+            policy: how long windows are and who gets drafts; None: nothing is drafted.
+            num_draft_tokens: most drafts of a window.
+            first_step: number of the first plan; the workers have executed those before.
+        """
+        assert (policy is None) == (num_draft_tokens == 0), f"{num_draft_tokens} for {policy}"
         self._num_stages = num_stages
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -73,13 +77,17 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._policy = policy
+        self._num_draft_tokens = num_draft_tokens
         self._debug_poison = debug_poison
 
-        self._pages = PagePool(num_pages)
-        self._slots = StateSlots(num_slots)
-        self._rows = IdPool("sampling row", 0, max_num_seqs)
-        self._dirty_pages: list[int] = []  # freed since the last plan; debug mode only
-        self._dirty_slots: list[int] = []
+        self._memory = RequestMemory(
+            num_pages=num_pages,
+            num_slots=num_slots,
+            num_rows=max_num_seqs,
+            block_size=block_size,
+            debug_poison=debug_poison,
+        )
 
         # A request is in `_waiting` or in `_running`; a running one is in `_prefilling` (chunks
         # left to plan), in `_ready` (its next window can be planned), or has a sample in flight.
@@ -91,7 +99,7 @@ class Scheduler:
         self._in_flight: deque[PlanInFlight] = deque()
         self._num_added = 0
         self._num_preemptions = 0
-        self._next_step = 0
+        self._next_step = first_step
 
     @property
     def has_work(self) -> bool:
@@ -109,20 +117,20 @@ class Scheduler:
     @property
     def num_pages(self) -> int:
         """Pages that can be handed out: all but the null page."""
-        return self._pages.num_total
+        return self._memory.pages.num_total
 
     @property
     def num_free_pages(self) -> int:
-        return self._pages.num_free
+        return self._memory.pages.num_free
 
     @property
     def num_slots(self) -> int:
         """State slots that can be handed out: all but the zero slot."""
-        return self._slots.num_total
+        return self._memory.slots.num_total
 
     @property
     def num_free_slots(self) -> int:
-        return self._slots.num_free
+        return self._memory.slots.num_free
 
     @property
     def num_preemptions(self) -> int:
@@ -161,7 +169,7 @@ class Scheduler:
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
             block_size=self._block_size,
-            num_pages=self._pages.num_total,
+            num_pages=self.num_pages,
         )
         request.max_tokens = max_tokens
         request.arrival_index = self._num_added
@@ -181,12 +189,7 @@ class Scheduler:
             self._waiting.remove(request)
         request.finish_reason = FinishReason.ABORT
         self._forget(request)
-        return Progress(
-            request_id=request_id,
-            finish_reason=FinishReason.ABORT,
-            steps=request.num_steps,
-            preemptions=request.num_preemptions,
-        )
+        return progress_of(request)
 
     def plan(self) -> StepPlan | None:
         """The next step plan, launched: windows, then chunks of running requests, then new ones.
@@ -203,10 +206,8 @@ class Scheduler:
             # Seniority makes this impossible; a silent stall would be the worst of faults.
             assert self._in_flight or not self._requests, f"nothing can be planned: {self}"
             return None
-        plan = draft.finish(self._next_step, self._dirty_pages, self._dirty_slots)
+        plan = draft.finish(self._next_step, *self._memory.take_dirty())
         self._next_step += 1
-        self._dirty_pages.clear()
-        self._dirty_slots.clear()
         self._in_flight.append(PlanInFlight(plan, plan.encode(), draft.requests))
         if self._debug_poison:
             self.check_integrity()
@@ -242,6 +243,7 @@ class Scheduler:
             if request.epoch != segment.epoch:
                 continue
             item = apply_row(request, segment, row, self._eos_token_ids)
+            self._note_row(segment, row)
             if request.finish_reason is not None:
                 self._forget(request)
             elif segment.sampling_row is not None:
@@ -253,71 +255,114 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Prove that every page, slot and row is free or owned once, and every queue in order."""
         running = self._running.values()
-        self._pages.check_integrity(request.page_ids for request in running)
-        self._slots.check_integrity([request.slot] for request in running if request.slot)
-        self._rows.check_integrity(
-            [request.sampling_row] for request in running if request.sampling_row is not None
-        )
+        self._memory.check_integrity(running)
         assert len(self._waiting) + len(self._running) == len(self._requests), f"lost: {self}"
-        # A chunk that is not the last took the whole budget or the last page: nobody else starts.
-        assert len(self._prefilling) <= 1, f"two requests between chunks: {self}"
-        order = [request.arrival_index for request in self._waiting]
-        assert order == sorted(order), f"the queue is out of order: {order}"
-        for request in self._waiting:
-            assert request.num_computed == request.num_plans_in_flight == 0, f"waits: {request}"
-            assert not request.page_ids and not request.slot, f"waits and owns: {request}"
-        for request in running:
-            places = (
-                request.request_id in self._prefilling,
-                request.request_id in self._ready,
-                request.is_sample_in_flight,
-            )
-            assert sum(places) == 1, f"in {places} of prefilling, ready, sampling: {request}"
-            has_pages = len(request.page_ids) * self._block_size >= request.num_computed
-            assert has_pages, f"computed tokens without a page: {request}"
         assert len(self._in_flight) <= self._num_stages, f"too many plans in flight: {self}"
-        counts = dict.fromkeys(self._running, 0)
-        for entry in self._in_flight:
-            for request, segment in zip(entry.requests, entry.plan.segments, strict=True):
-                if request.epoch == segment.epoch:
-                    counts[request.request_id] += 1
-        for request in running:
-            assert counts[request.request_id] == request.num_plans_in_flight, f"{request}"
+        check_waiting(self._waiting)
+        check_running(running, self._prefilling, self._ready)
+        check_in_flight(running, self._in_flight)
 
     def check_idle(self) -> None:
         """Prove that nothing is left when all requests ended and all results are in."""
         assert not self.has_work, f"not idle: {self}"
         assert not self._waiting and not self._running, f"not idle: {self}"
         assert not self._prefilling and not self._ready, f"not idle: {self}"
-        for pool in (self._pages, self._slots, self._rows):
-            pool.check_integrity(())
+        self._memory.check_integrity(())
 
     def __repr__(self) -> str:
         return (
             f"Scheduler({len(self._waiting)} waiting, {len(self._running)} running, "
             f"{len(self._prefilling)} prefilling, {len(self._ready)} ready, "
-            f"{len(self._in_flight)} plans in flight, {self._pages.num_free} of "
-            f"{self._pages.num_total} pages free, {self._slots.num_free} of "
-            f"{self._slots.num_total} slots free)"
+            f"{len(self._in_flight)} plans in flight, {self.num_free_pages} of "
+            f"{self.num_pages} pages free, {self.num_free_slots} of {self.num_slots} slots free)"
         )
 
     def _plan_windows(self, draft: PlanDraft) -> None:
+        cohort = self._pick_cohort(draft.budget)
+        lengths = self._choose_lengths(cohort, draft.budget - len(cohort))
+        for request, num_drafts in zip(cohort, lengths, strict=True):
+            self._memory.cover(request, request.num_computed + 1 + num_drafts)
+            draft.add_window(request, num_drafts, proposes=self._proposes(request))
+
+    def _pick_cohort(self, budget: int) -> list[Request]:
+        """Ready requests whose anchors go into the plan, each with a page for it."""
         num_decoding = len(self._running) - len(self._prefilling)
-        room = min(cohort_size(num_decoding, self._num_stages), draft.budget)
+        room = min(cohort_size(num_decoding, self._num_stages), budget)
+        cohort: list[Request] = []
         for request in list(self._ready.values()):
-            if not room:
+            if len(cohort) == room:
                 break
-            # An earlier window of this loop may have preempted it.
+            # An earlier one of this loop may have preempted it.
             if request.request_id not in self._ready:
                 continue
-            start = request.num_computed
-            if start >= len(request.page_ids) * self._block_size:
-                if not self._make_room(request, 1):
-                    continue
-                request.page_ids.extend(self._pages.take(1))
+            if self._memory.num_open_positions(request) <= 0 and not self._make_room(request, 1):
+                continue
+            self._memory.cover(request, request.num_computed + 1)
             del self._ready[request.request_id]
-            draft.add_window(request)
-            room -= 1
+            cohort.append(request)
+        return cohort
+
+    def _choose_lengths(self, cohort: list[Request], budget: int) -> list[int]:
+        """Drafts of each window of the cohort, with `budget` tokens left beside the anchors."""
+        if self._policy is None or not cohort:
+            return [0] * len(cohort)
+        num_chunk_tokens = self._expected_chunk_tokens()
+        rooms = [
+            DraftRoom(
+                num_wanted=most_drafts(
+                    num_at_hand=len(request.draft_token_ids), num_left=request.num_left
+                ),
+                num_open_positions=self._memory.num_open_positions(request) - 1,
+                num_promised_pages=self._promised_pages(request),
+            )
+            for request in cohort
+        ]
+        # One free page stays for the next anchor of each of the others, who would else preempt.
+        num_spare_pages = max(0, self.num_free_pages - len(self._running) + 1)
+        limits = draft_limits(
+            rooms,
+            budget=draft_budget(budget, num_chunk_tokens),
+            num_spare_pages=num_spare_pages,
+            block_size=self._block_size,
+        )
+        candidates = [
+            Candidate(request.request_id, request.confidences, limit)
+            for request, limit in zip(cohort, limits, strict=True)
+        ]
+        lengths = self._policy.choose_lengths(candidates, min(budget, num_chunk_tokens))
+        are_allowed = [0 <= a <= b for a, b in zip(lengths, limits, strict=True)]
+        assert all(are_allowed), f"windows of {lengths} drafts, at most {limits} are allowed"
+        return lengths
+
+    def _expected_chunk_tokens(self) -> int:
+        """Prompt tokens that could join the plan, as far as its budget allows."""
+        num_tokens = sum(
+            request.num_tokens - request.num_computed for request in self._prefilling.values()
+        )
+        if self._waiting and self._may_start(self._waiting[0]):
+            num_tokens += self._waiting[0].num_tokens
+        return num_tokens
+
+    def _proposes(self, request: Request) -> bool:
+        """Whether to draft behind what this request is about to sample."""
+        return (
+            self._policy is not None
+            and can_use_proposal(request.num_left)
+            and self._policy.should_propose(request.request_id)
+        )
+
+    def _note_row(self, segment: Segment, row: RowResult) -> None:
+        """Tell the policy what became of the drafts, and of those that are new."""
+        if self._policy is None or segment.sampling_row is None:
+            return
+        assert len(row.draft_token_ids) <= self._num_draft_tokens, f"too many drafts: {row}"
+        if segment.num_draft_tokens:
+            num_accepted = len(row.token_ids) - 1
+            self._policy.note_window(segment.request_id, segment.num_draft_tokens, num_accepted)
+        else:
+            self._policy.note_plain(segment.request_id)
+        if row.draft_token_ids:
+            self._policy.note_proposal(segment.request_id, len(row.draft_token_ids))
 
     def _plan_chunks(self, draft: PlanDraft) -> None:
         for request in list(self._prefilling.values()):
@@ -328,37 +373,36 @@ class Scheduler:
         """Plan as much of the next chunk as the budget and the pages allow."""
         start = request.num_computed
         remaining = request.num_tokens - start
-        held = len(request.page_ids) * self._block_size - start
-        if held <= 0 and not self._make_room(request, 1):
+        num_open = self._memory.num_open_positions(request)
+        if num_open <= 0 and not self._make_room(request, 1):
             return
         length = chunk_length(
             num_remaining=remaining,
             budget=draft.budget,
-            num_free_positions=held + self._pages.num_free * self._block_size,
+            num_free_positions=num_open + self.num_free_pages * self._block_size,
         )
-        if length > held:
-            request.page_ids.extend(self._pages.take(-(-(length - held) // self._block_size)))
-        draft.add_chunk(request, length)
-        if length == remaining:
+        self._memory.cover(request, start + length)
+        is_final = length == remaining
+        draft.add_chunk(request, length, proposes=is_final and self._proposes(request))
+        if is_final:
             del self._prefilling[request.request_id]
 
     def _admit(self, draft: PlanDraft) -> None:
-        while self._waiting and draft.budget:
-            request = self._waiting[0]
-            if not may_start(
-                num_running=len(self._running),
-                max_num_seqs=self._max_num_seqs,
-                num_free_slots=self._slots.num_free,
-                num_free_pages=self._pages.num_free,
-                num_needed_pages=self._pages_to_start(request),
-            ):
-                break
-            self._waiting.popleft()
-            [request.slot] = self._slots.take(1)
-            [request.sampling_row] = self._rows.take(1)
+        while self._waiting and draft.budget and self._may_start(self._waiting[0]):
+            request = self._waiting.popleft()
+            self._memory.admit(request)
             self._running[request.request_id] = request
             self._prefilling[request.request_id] = request
             self._plan_chunk(request, draft)
+
+    def _may_start(self, request: Request) -> bool:
+        return may_start(
+            num_running=len(self._running),
+            max_num_seqs=self._max_num_seqs,
+            num_free_slots=self.num_free_slots,
+            num_free_pages=self.num_free_pages,
+            num_needed_pages=self._pages_to_start(request),
+        )
 
     def _pages_to_start(self, request: Request) -> int:
         return pages_to_start(
@@ -381,15 +425,17 @@ class Scheduler:
 
         False if it must wait for results; then nobody was preempted.
         """
-        available = self._pages.num_free - self._promised_pages(request)
+        available = self.num_free_pages - self._promised_pages(request)
         if available >= num_pages:
             return True
         victims = []
         for other in sorted(self._running.values(), key=lambda other: -other.arrival_index):
             if other.arrival_index <= request.arrival_index or available >= num_pages:
                 break
-            # A result in flight would be lost; and its segment may be in the plan being made.
-            if not other.num_plans_in_flight and other.page_ids:
+            # A result in flight would be lost. The plan being made has taken its windows out of
+            # `_ready`.
+            is_idle = other.request_id in self._ready or other.request_id in self._prefilling
+            if is_idle and not other.num_plans_in_flight and other.page_ids:
                 victims.append(other)
                 available += len(other.page_ids)
         if available < num_pages:
@@ -414,25 +460,16 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         self._release(request)
         del self._requests[request.request_id]
+        if self._policy is not None:
+            self._policy.forget(request.request_id)
 
     def _release(self, request: Request) -> None:
         """Free all that a request holds; from here on its results in flight are of an old epoch."""
-        request_id = request.request_id
         for queue in (self._running, self._prefilling, self._ready):
-            queue.pop(request_id, None)
-        self._pages.free(request.page_ids)
-        if self._debug_poison:
-            self._dirty_pages.extend(request.page_ids)
-        del request.page_ids[:]
-        if request.slot is not None:
-            self._slots.free([request.slot])
-            if self._debug_poison:
-                self._dirty_slots.append(request.slot)
-            request.slot = None
-        if request.sampling_row is not None:
-            self._rows.free([request.sampling_row])
-            request.sampling_row = None
+            queue.pop(request.request_id, None)
+        self._memory.release(request)
         request.epoch += 1
-        request.num_computed = 0
+        request.num_computed = request.num_replay = 0
+        request.draft_token_ids = request.confidences = ()
         request.num_plans_in_flight = 0
         request.is_sample_in_flight = False

@@ -4,10 +4,10 @@ The scheduler builds it, the constructor checks it, and from then on it is only 
 Positions are token indices within a request; spans are half-open. A plan crosses processes
 as msgpack; its text form has one line a segment and reads back.
 
-    request   0 ....... start ............. end
-              | state   | token_ids         |
-              | in      | this step         |
-              read_slot                     -> write_slot
+    request   0 ....... start ............. end - drafts ..... end
+              | state   | certain tokens    | drafts            |
+              | in      |                   |                   |
+              read_slot + replay            -> write_slot: the state here, the drafts as record
 """
 
 import hashlib
@@ -43,8 +43,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     replay: int = 0  # recorded rows of read_slot to fold in before `start`
     write_slot: int
     saves: tuple[Save, ...] = ()  # states filed by this plan
-    page_table: bytes  # int32 page ids of tokens [0, end), little-endian
+    # int32 page ids of tokens [0, end), little-endian; pages for later tokens may follow.
+    page_table: bytes
     sampling_row: int | None = None  # row of the sampling table; None: samples nothing
+    proposes: bool = False  # the drafter proposes a block behind what this segment samples
     # The token that follows each of the first rows, where prompt logprobs are wanted.
     prompt_logprob_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0  # alternatives beside each target
@@ -53,6 +55,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         assert self.start >= 0 and self.token_ids, f"empty segment: {self}"
         # A window opens with its anchor, so drafts never fill it.
         assert 0 <= self.num_draft_tokens < self.num_tokens, f"bad window: {self}"
+        assert self.is_window or not self.num_draft_tokens, f"a chunk with drafts: {self}"
+        is_sampled = self.sampling_row is not None
+        assert is_sampled or not (self.proposes or self.num_draft_tokens), f"not sampled: {self}"
         assert self.write_slot != ZERO_SLOT, f"the zero slot is never written: {self}"
         has_history = self.read_slot != ZERO_SLOT
         assert has_history == (self.start > 0), f"state and start disagree: {self}"
@@ -88,6 +93,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             f"saves {saves or '-'}",
             f"pages {_join(self.page_ids)}",
             f"sample {'-' if self.sampling_row is None else self.sampling_row}",
+            f"propose {'yes' if self.proposes else '-'}",
             f"targets {_join(self.prompt_logprob_targets)} top {self.num_prompt_logprobs}",
             f"tokens {_join(self.token_ids)}",
         ]
@@ -181,6 +187,10 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     request_id: int
     epoch: int
     token_ids: tuple[int, ...]  # the row of m tokens; empty after a middle chunk
+    draft_token_ids: tuple[int, ...] = ()  # what the drafter proposes to follow them
+    # One a draft: the estimate that it is accepted if all before it are; uncalibrated. Empty
+    # where the draft model has no confidence head.
+    confidences: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token of the row, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one a target of the segment
 
@@ -216,8 +226,8 @@ def unpack_page_table(page_table: bytes) -> tuple[int, ...]:
 _SEGMENT_LINE = re.compile(
     r"request (?P<request>\d+)\.(?P<epoch>\d+)  span \[(?P<start>\d+),\d+\)  drafts (?P<drafts>\d+)"
     r"  state (?P<read>\d+)\+(?P<replay>\d+)->(?P<write>\d+)  saves (?P<saves>\S+)"
-    r"  pages (?P<pages>\S+)  sample (?P<sample>\S+)  targets (?P<targets>\S+) top (?P<top>\d+)"
-    r"  tokens (?P<tokens>\S+)"
+    r"  pages (?P<pages>\S+)  sample (?P<sample>\S+)  propose (?P<propose>\S+)"
+    r"  targets (?P<targets>\S+) top (?P<top>\d+)  tokens (?P<tokens>\S+)"
 )
 
 
@@ -238,6 +248,7 @@ def _parse_segment(line: str) -> Segment:
         saves=tuple(Save(*map(int, save.split(":"))) for save in saves),
         page_table=pack_page_table(_split(match["pages"])),
         sampling_row=None if match["sample"] == "-" else int(match["sample"]),
+        proposes=match["propose"] == "yes",
         prompt_logprob_targets=_split(match["targets"]),
         num_prompt_logprobs=int(match["top"]),
     )

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from stagecoach.checkpoint_folder import cache_folder, checkpoint_folder
+from stagecoach.checkpoint_folder import cache_folder, checkpoint_folder, draft_folder
+from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import ConfigError
 from stagecoach.model import tiny
 from stagecoach.model_config import load_model_config
+from stagecoach.resolve import resolve
 
 
 @pytest.fixture
@@ -29,6 +31,10 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
     assert checkpoint_folder(str(tmp_path)) == tmp_path
 
 
+def test_a_draft_may_be_a_path_too(tmp_path: Path) -> None:
+    assert draft_folder(str(tmp_path)) == tmp_path
+
+
 def test_a_home_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -40,8 +46,19 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, *, is_file: bool) -> None:
     path = tmp_path / "model"
     if is_file:
         path.touch()
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(ConfigError, match=r"^--model=.* is not a folder .*demo or tiny\)"):
         checkpoint_folder(str(path))
+    with pytest.raises(
+        ConfigError, match=r"^--speculative-config model=.*demo-draft or tiny-draft"
+    ):
+        draft_folder(str(path))
+
+
+def test_names_of_drafts_are_no_names_of_models() -> None:
+    with pytest.raises(ConfigError, match="--model=tiny-draft: "):
+        checkpoint_folder("tiny-draft")
+    with pytest.raises(ConfigError, match="--speculative-config model=tiny: "):
+        draft_folder("tiny")
 
 
 def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,6 +77,15 @@ def test_tiny_is_a_complete_checkpoint(cache: Path) -> None:
     assert folder.parent == cache
     assert load_model_config(folder).model_type == "kimi_k3"
     assert list(folder.glob("*.safetensors"))
+
+
+def test_tiny_draft_is_a_draft_of_tiny(cache: Path) -> None:
+    config = EngineConfig(model="tiny", speculative_config=SpeculativeConfig(model="tiny-draft"))
+    resolved = resolve(config)
+    assert resolved.speculation is not None
+    assert resolved.speculation.checkpoint.parent == resolved.checkpoint.parent == cache
+    assert list(resolved.speculation.checkpoint.glob("*.safetensors"))
+    assert draft_folder("tiny-draft") == resolved.speculation.checkpoint
 
 
 def test_tiny_is_made_once_and_appears_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The table of refused combinations: every rule has one example that it alone refuses."""
 
 import copy
+import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from stagecoach import compatibility
-from stagecoach.compatibility import FEATURES, LAYOUTS, TABLE, Rule
-from stagecoach.config import EngineConfig, option
+from stagecoach.compatibility import FEATURES, LAYOUTS, TABLE, Combination, Rule
+from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
+from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.errors import ConfigError
-from stagecoach.model_config import ModelConfig, parse_model_config
+from stagecoach.model_config import Taps, parse_model_config
 
 _CONFIG: dict[str, Any] = {
     "model_type": "kimi_linear",
@@ -42,12 +44,57 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class Example(NamedTuple):
-    """A combination that a rule refuses, and the nearest one that it lets pass."""
+_MLA = DraftMlaConfig(
+    num_heads=12,
+    q_lora_rank=None,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+_DRAFT: dict[str, Any] = {
+    "taps": Taps((-1, 1, 3)),
+    "hidden_size": 48,
+    "vocab_size": 131,
+    "num_layers": 1,
+    "attention": _MLA,
+    "rope": None,
+    "is_causal": False,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "has_tap_norms": False,
+    "markov_rank": 4,
+    "has_confidence_head": False,
+    "confidence_reads_markov": False,
+    "confidence_temperatures": (),
+    "mask_token_id": 130,
+    "block_length": 7,
+}
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
-    refused: dict[str, Any]  # options
-    allowed: dict[str, Any]
-    model: Mapping[str, Any] = MappingProxyType({})  # keys of config.json that both have
+
+class Example(NamedTuple):
+    """A combination that a rule refuses, and the nearest one that it lets pass.
+
+    With facts or keys of a draft it speculates.
+    """
+
+    refused: Mapping[str, Any] = _NONE  # options
+    allowed: Mapping[str, Any] = _NONE
+    model: Mapping[str, Any] = _NONE  # keys of config.json that both have
+    draft: Mapping[str, Any] | None = None  # fields of DraftConfig that both have
+    refused_draft: Mapping[str, Any] = _NONE  # fields that only the refused one has
+    refused_keys: Mapping[str, Any] = _NONE  # of --speculative-config
+    allowed_keys: Mapping[str, Any] = _NONE
+
+
+def _draft_example(**refused: Any) -> Example:
+    """The other draft, _DRAFT, is allowed."""
+    return Example(draft={}, refused_draft=refused)
+
+
+def _key_example(refused: dict[str, Any], allowed: dict[str, Any]) -> Example:
+    return Example(draft={}, refused_keys=refused, allowed_keys=allowed)
 
 
 _EXAMPLES = {
@@ -64,6 +111,21 @@ _EXAMPLES = {
     ),
     "expert-width": Example(
         {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2}, {"moe_intermediate_size": 18}
+    ),
+    "draft-heads": Example(
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2},
+        draft={"attention": dataclasses.replace(_MLA, num_heads=4)},
+    ),
+    "draft-kv-heads": Example(
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2},
+        draft={"attention": DraftGqaConfig(num_heads=12, num_kv_heads=2, head_dim=8)},
+    ),
+    "draft-width": Example(
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2},
+        draft={"intermediate_size": 64},
     ),
     "stages": Example({"pipeline_parallel_size": 5}, {"pipeline_parallel_size": 4}),
     "partition-length": Example(
@@ -83,15 +145,47 @@ _EXAMPLES = {
         {"max_model_len": 65, "block_size": 16, "num_gpu_blocks_override": 5},
         {"max_model_len": 65, "block_size": 16, "num_gpu_blocks_override": 6},
     ),
+    "draft-hidden-size": _draft_example(hidden_size=64),
+    "draft-vocabulary": _draft_example(vocab_size=132),
+    "draft-mask": _draft_example(mask_token_id=131),
+    "draft-taps": _draft_example(taps=Taps((-1, 1, 4))),
+    "draft-block": _key_example({"num_speculative_tokens": 8}, {"num_speculative_tokens": 7}),
+    "synthetic-schedule": _key_example(
+        {"synthetic_acceptance_length": 2.5, "confidence_schedule": True},
+        {"synthetic_acceptance_length": 2.5, "confidence_schedule": False},
+    ),
+    "synthetic-watchdog": _key_example(
+        {"synthetic_acceptance_length": 2.5, "watchdog": True},
+        {"synthetic_acceptance_length": 2.5},
+    ),
+    "synthetic-acceptance": _key_example(
+        {"synthetic_acceptance_length": 2.5, "acceptance": "rejection"},
+        {"acceptance": "rejection", "watchdog": True, "confidence_schedule": True},
+    ),
 }
 
 
-def _engine(options: dict[str, Any]) -> EngineConfig:
-    return EngineConfig(model="unused", **options)
+def _combination(
+    options: Mapping[str, Any],
+    model: Mapping[str, Any] = _NONE,
+    draft: Mapping[str, Any] | None = None,
+    keys: Mapping[str, Any] = _NONE,
+) -> Combination:
+    speculative = None if draft is None else SpeculativeConfig(model="a-draft", **keys)
+    return Combination(
+        EngineConfig(model="unused", speculative_config=speculative, **options),
+        parse_model_config({**copy.deepcopy(_CONFIG), **model}),
+        None if draft is None else DraftConfig(**{**_DRAFT, **draft}),
+    )
 
 
-def _model(keys: Mapping[str, Any]) -> ModelConfig:
-    return parse_model_config({**copy.deepcopy(_CONFIG), **keys})
+def _refused(example: Example) -> Combination:
+    draft = None if example.draft is None else {**example.draft, **example.refused_draft}
+    return _combination(example.refused, example.model, draft, example.refused_keys)
+
+
+def _allowed(example: Example) -> Combination:
+    return _combination(example.allowed, example.model, example.draft, example.allowed_keys)
 
 
 def test_every_rule_has_an_example() -> None:
@@ -100,19 +194,18 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize("rule", TABLE, ids=lambda rule: rule.name)
 def test_the_example_is_refused_by_its_own_rule_alone(rule: Rule) -> None:
-    example = _EXAMPLES[rule.name]
-    engine, model = _engine(example.refused), _model(example.model)
-    assert [other.name for other in TABLE if other.is_refused(engine, model)] == [rule.name]
+    asked = _refused(_EXAMPLES[rule.name])
+    assert [other.name for other in TABLE if other.is_refused(asked)] == [rule.name]
 
 
 @pytest.mark.parametrize("rule", TABLE, ids=lambda rule: rule.name)
 def test_the_message_names_everything_that_clashes_with_its_values(rule: Rule) -> None:
     example = _EXAMPLES[rule.name]
-    engine, model = _engine(example.refused), _model(example.model)
+    asked = _refused(example)
     with pytest.raises(ConfigError) as caught:
-        compatibility.check(engine, model)
+        compatibility.check(asked)
     text = str(caught.value)
-    parts = rule.parts(engine, model)
+    parts = rule.parts(asked)
     assert len(parts) >= 2
     for name, value in parts:
         assert f"{name}={value}" in text
@@ -120,13 +213,18 @@ def test_the_message_names_everything_that_clashes_with_its_values(rule: Rule) -
         if option(name) in dict(parts):
             spelling = ",".join(map(str, value)) if isinstance(value, tuple) else value
             assert f"{option(name)}={spelling}" in text
+    for key, value in example.refused_keys.items():
+        assert f"{speculation_key(key)}={str(value).lower()}" in text
+    for value in example.refused_draft.values():
+        spelling = ",".join(map(str, value.layers)) if isinstance(value, Taps) else value
+        assert f"={spelling} " in text
+        assert f"{speculation_key('model')}=a-draft" in text
     assert rule.requires in text and rule.reason in text
 
 
 @pytest.mark.parametrize("name", _EXAMPLES)
 def test_the_neighbour_passes(name: str) -> None:
-    example = _EXAMPLES[name]
-    compatibility.check(_engine(example.allowed), _model(example.model))
+    compatibility.check(_allowed(_EXAMPLES[name]))
 
 
 def test_parts_of_the_model_that_are_absent_refuse_nothing() -> None:
@@ -137,19 +235,34 @@ def test_parts_of_the_model_that_are_absent_refuse_nothing() -> None:
         "full_attn_layers": [1, 2, 3, 4],
         "num_heads": 7,
     }
-    dense = _model({"linear_attn_config": all_mla, "num_experts": 0, "moe_intermediate_size": 7})
-    compatibility.check(_engine({"tensor_parallel_size": 2}), dense)
-    moe = _model({"first_k_dense_replace": 0, "intermediate_size": 7})
-    compatibility.check(_engine({"tensor_parallel_size": 2}), moe)
+    dense = {"linear_attn_config": all_mla, "num_experts": 0, "moe_intermediate_size": 7}
+    compatibility.check(_combination({"tensor_parallel_size": 2}, dense))
+    moe = {"first_k_dense_replace": 0, "intermediate_size": 7}
+    compatibility.check(_combination({"tensor_parallel_size": 2}, moe))
+
+
+def test_a_draft_that_says_no_block_length_takes_any_k() -> None:
+    compatibility.check(
+        _combination({}, draft={"block_length": None}, keys={"num_speculative_tokens": 16})
+    )
+
+
+def test_taps_below_the_embedding_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target_layer_ids=-2,0 and num_hidden_layers=4"):
+        compatibility.check(_combination({}, draft={"taps": Taps((-2, 0))}))
+
+
+def test_a_schedule_needs_no_confidence_head() -> None:
+    compatibility.check(_combination({}, draft={}, keys={"confidence_schedule": True}))
 
 
 def test_one_token_a_step_is_allowed() -> None:
-    compatibility.check(_engine({"max_num_batched_tokens": 1}), _model({}))
+    compatibility.check(_combination({"max_num_batched_tokens": 1}, draft={}))
 
 
 def test_without_a_length_few_pages_are_allowed() -> None:
     """Requests that do not fit are then refused one by one."""
-    compatibility.check(_engine({"num_gpu_blocks_override": 2}), _model({}))
+    compatibility.check(_combination({"num_gpu_blocks_override": 2}))
 
 
 def test_rules_limit_features_that_exist() -> None:

@@ -1,10 +1,12 @@
-"""EngineConfig: ranges of single options, and that nothing writes it."""
+"""EngineConfig and its parts: ranges of single options, and that nothing writes them."""
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig, field_docs, option
+from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
 from stagecoach.errors import ConfigError
 
 _COUNTS = (
@@ -44,6 +46,7 @@ def test_the_least_count_is_accepted(name: str) -> None:
         ("seed", 2**31),
         ("debug_poison", "no"),
         ("hf_overrides", [1]),
+        ("speculative_config", {"model": "demo-draft"}),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, value: object) -> None:
@@ -79,3 +82,83 @@ def test_docs_cover_every_field() -> None:
 
 def test_option_is_the_command_line_spelling() -> None:
     assert option("max_num_batched_tokens") == "--max-num-batched-tokens"
+
+
+def test_a_draft_alone_switches_speculation_on() -> None:
+    config = SpeculativeConfig.parse({"model": "demo-draft"})
+    assert config == SpeculativeConfig(model="demo-draft")
+    assert (config.method, config.num_speculative_tokens) == ("dspark", 7)
+    assert config.acceptance == "shared"
+    assert SpeculativeConfig.parse(config) is config
+
+
+def test_every_key_is_taken_from_the_object() -> None:
+    values = {
+        "model": "folder",
+        "method": "dspark",
+        "num_speculative_tokens": 3,
+        "acceptance": "rejection",
+        "confidence_schedule": False,
+        "watchdog": True,
+        "synthetic_acceptance_length": 2,
+    }
+    assert list(values) == [item.name for item in dataclasses.fields(SpeculativeConfig)]
+    assert dataclasses.asdict(SpeculativeConfig.parse(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", ""),
+        ("model", None),
+        ("method", "eagle"),
+        ("method", ["dspark"]),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 17),
+        ("num_speculative_tokens", True),
+        ("num_speculative_tokens", 2.0),
+        ("num_speculative_tokens", "7"),
+        ("acceptance", "greedy"),
+        ("confidence_schedule", 1),
+        ("watchdog", "yes"),
+        ("synthetic_acceptance_length", 0.9),
+        ("synthetic_acceptance_length", 8.1),
+        ("synthetic_acceptance_length", math.nan),
+        ("synthetic_acceptance_length", True),
+        ("synthetic_acceptance_length", "3"),
+    ],
+)
+def test_a_bad_value_of_a_key_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.parse({"model": "demo-draft", key: value})
+    assert str(caught.value).startswith(f"--speculative-config {key}={value!r}: must be ")
+
+
+@pytest.mark.parametrize("length", [1, 4.0])
+def test_a_synthetic_length_reaches_from_one_to_the_whole_window(length: float) -> None:
+    keys = {"model": "m", "num_speculative_tokens": 3, "synthetic_acceptance_length": length}
+    assert SpeculativeConfig.parse(keys).synthetic_acceptance_length == length
+
+
+def test_an_unknown_key_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'num_tokens'") as caught:
+        SpeculativeConfig.parse({"model": "demo-draft", "num_tokens": 3})
+    for item in dataclasses.fields(SpeculativeConfig):
+        assert item.name in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [None, [], "demo-draft", 7])
+def test_what_is_no_object_is_refused(values: object) -> None:
+    with pytest.raises(ConfigError, match=r"--speculative-config=.*must be a JSON object"):
+        SpeculativeConfig.parse(values)
+
+
+def test_a_draft_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="the key model is missing"):
+        SpeculativeConfig.parse({"num_speculative_tokens": 3})
+
+
+def test_every_key_has_a_doc_line() -> None:
+    docs = field_docs(SpeculativeConfig)
+    assert list(docs) == [item.name for item in dataclasses.fields(SpeculativeConfig)]
+    assert all(len(doc) > 10 for doc in docs.values())

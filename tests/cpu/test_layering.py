@@ -18,7 +18,15 @@ _PACKAGE = Path(__file__).parents[2] / "stagecoach"
 _MAX_LINES = 500
 
 # A name stands for a module or for a folder with all that is in it.
-_EVERYONE_MAY_READ = {"config", "errors", "request", "json_file", "model_config", "observe"}
+_EVERYONE_MAY_READ = {
+    "config",
+    "errors",
+    "request",
+    "json_file",
+    "model_config",
+    "draft_config",
+    "observe",
+}
 
 # Plain data that others than its folder's readers need.
 _DATA = {"schedule.step_plan", "schedule.verify_window", "cache.memory_plan", "pipeline.stage"}
@@ -27,10 +35,12 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "request": {"errors"},
     "json_file": {"errors"},
-    "model_config": {"errors", "json_file"},
-    "config": {"errors", "model_config"},
+    "config_keys": {"errors"},
+    "model_config": {"errors", "json_file", "config_keys"},
+    "draft_config": {"errors", "json_file", "config_keys", "model_config"},
+    "config": {"errors", "model_config", "draft_config"},
     "observe": set(),
-    "checkpoint_folder": {"model.tiny"},
+    "checkpoint_folder": {"model.tiny", "draft.tiny"},
     "compatibility": {"cache.page_pool"},
     "resolve": {"checkpoint_folder", "compatibility", "pipeline.partition"},
     "text": set(),
@@ -42,8 +52,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     # The layers declare what they need of a tensor-parallel group; pipeline/ provides it.
     "pipeline": {"model.parallel_linear", *_DATA},
     "runner": {"model", "pipeline", "draft", "kernels", *_DATA},
-    "engine": {"schedule", "pipeline", "runner", "cache.memory_plan", "resolve"},
-    "outputs": {"text", "schedule.commit"},
+    "engine": {"schedule", "pipeline", "runner", "cache", "resolve"},
+    "outputs": {"text", "schedule.commit", "schedule.speculation_stats"},
     "api": {"text", "engine.client", "engine.messages", "outputs"},
 }
 
@@ -57,6 +67,7 @@ _TORCH_FREE = (
     "errors",
     "request",
     "model_config",
+    "draft_config",
     "compatibility",
     "resolve",
     "checkpoint_folder",
@@ -88,6 +99,7 @@ _OPTIONS = (
     "execute_model_timeout_seconds",
     "num_threads",
     "log_level",
+    "speculative_config",
     "debug_poison",
 )
 

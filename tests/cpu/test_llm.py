@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach import LLM, SamplingParams
+from stagecoach import LLM, SamplingParams, SpeculativeConfig
 from stagecoach.errors import EngineDeadError
 from stagecoach.text import chat_format
 from tests.small_engine import (
@@ -21,6 +21,7 @@ from tests.small_engine import (
     assert_idle,
     thread_engine,
     token_ids,
+    write_small_draft,
     write_small_model,
 )
 
@@ -277,3 +278,29 @@ def test_two_engines_in_one_process(llm: LLM, folder: Path) -> None:
     with thread_engine(folder, pipeline_parallel_size=2) as other:
         assert token_ids(other.generate(PROMPTS, GREEDY)) == expected
         assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_draft_changes_no_token_and_its_counts_are_told(
+    llm: LLM, folder: Path, tmp_path: Path
+) -> None:
+    draft = write_small_draft(tmp_path)
+    keys: dict[str, Any] = {
+        "model": str(draft),
+        "num_speculative_tokens": 3,
+        "confidence_schedule": False,
+        "watchdog": False,
+    }
+    expected = token_ids(llm.generate(PROMPTS, GREEDY))
+    assert llm.stats().speculation is None
+    for config in (keys, SpeculativeConfig(**keys)):
+        with thread_engine(folder, speculative_config=config) as speculating:
+            outputs = speculating.generate(PROMPTS, GREEDY)
+            assert token_ids(outputs) == expected
+            stats = speculating.stats().speculation
+            assert_idle(speculating)
+        assert stats is not None
+        timings = [output.timings for output in outputs]
+        assert all(item.num_windows >= 1 for item in timings)
+        assert stats.num_windows == sum(item.num_windows for item in timings)
+        assert stats.num_draft_tokens == sum(item.num_draft_tokens for item in timings)
+        assert stats.num_accepted_tokens == sum(item.num_accepted_tokens for item in timings)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stagecoach import LLM, SamplingParams
-from stagecoach.errors import CheckpointError, RequestError
+from stagecoach.errors import CheckpointError, ConfigError, RequestError
 from stagecoach.model.tiny import kimi_linear_config, write_tiny_model
 from stagecoach.request import MAX_SEED
 from tests.small_engine import (
@@ -16,6 +16,7 @@ from tests.small_engine import (
     SHAPE,
     assert_idle,
     thread_engine,
+    write_small_draft,
     write_small_model,
 )
 
@@ -202,3 +203,33 @@ def test_a_damaged_checkpoint_is_refused_and_a_whole_one_then_served(tmp_path: P
     shard.write_bytes(content)
     with thread_engine(folder) as llm:
         assert llm.generate("hello", GREEDY)
+
+
+def test_a_draft_of_another_model_is_refused_before_anything_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
+    draft = write_small_draft(tmp_path)
+    (draft / "model.safetensors").unlink()
+    for keys, text in (
+        ({"model": str(draft), "k": 3}, "unknown key 'k'; known are model, method"),
+        ({"model": str(draft), "num_speculative_tokens": 0}, "num_speculative_tokens=0: must be"),
+        ({"model": "demo"}, "--speculative-config model=demo: "),
+        ({"model": str(folder)}, f"--speculative-config model={folder}: config.json: model_type"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            thread_engine(folder, speculative_config=keys)
+        assert text in str(caught.value)
+    larger = write_small_model(tmp_path / "larger")
+    config = (larger / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 96')
+    (larger / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="hidden_size=64 and the target's hidden_size=96"):
+        thread_engine(larger, speculative_config={"model": str(draft)})
+
+
+def test_a_damaged_draft_is_refused_with_its_tensor(folder: Path, tmp_path: Path) -> None:
+    draft = write_small_draft(tmp_path)
+    content = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(content.replace(b"markov_w2", b"markov_w3"))
+    for options in ({}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}):
+        with pytest.raises(CheckpointError, match=r"markov_head\.markov_w2\.weight"):
+            thread_engine(folder, speculative_config={"model": str(draft)}, **options)

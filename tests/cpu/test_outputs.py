@@ -37,6 +37,7 @@ def progress(
     steps: int = 1,
     preemptions: int = 0,
     num_cached_tokens: int = 0,
+    windows: tuple[int, int, int] = (0, 0, 0),
 ) -> Progress:
     return Progress(
         request_id=1,
@@ -48,6 +49,9 @@ def progress(
         steps=steps,
         preemptions=preemptions,
         num_cached_tokens=num_cached_tokens,
+        num_windows=windows[0],
+        num_draft_tokens=windows[1],
+        num_accepted_tokens=windows[2],
     )
 
 
@@ -138,6 +142,19 @@ def test_counts_are_summed_over_the_completions(tokenizer: Tokenizer) -> None:
     assert two.output.num_cached_tokens == 2
     assert timings.first_token_seconds is not None
     assert timings.first_token_seconds <= timings.total_seconds
+
+
+def test_verify_rounds_are_summed_over_the_completions(tokenizer: Tokenizer) -> None:
+    two = assembler(tokenizer, n=2)
+    two.absorb(0, progress(b"a"))
+    assert two.output.timings.mean_acceptance_length is None
+    two.absorb(0, progress(b"abc", windows=(1, 7, 2)))
+    two.absorb(1, progress(b"ab", windows=(1, 3, 1)))
+    two.absorb(0, progress(b"a", windows=(2, 14, 2)))
+    timings = two.output.timings
+    assert timings.num_windows == 3
+    assert (timings.num_draft_tokens, timings.num_accepted_tokens) == (17, 3)
+    assert timings.mean_acceptance_length == 2.0
 
 
 def assemble(

@@ -1,12 +1,13 @@
 """From EngineConfig to ResolvedConfig: open values are settled, bad ones refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig
+from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import CheckpointError, ConfigError
 from stagecoach.resolve import resolve
 
@@ -33,10 +34,50 @@ _CONFIG: dict[str, Any] = {
 }
 
 
+_DRAFT: dict[str, Any] = {
+    "architectures": ["K3DSparkModel"],
+    "model_type": "k3_dspark",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "vocab_size": 131,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000,
+    "target_layer_ids": [2, -1],
+    "mask_token_id": 130,
+    "markov_rank": 4,
+    "block_size": 5,
+}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def draft_folder(tmp_path: Path) -> Path:
+    return _write_draft(tmp_path / "draft")
+
+
+def _write_draft(folder: Path, **keys: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**_DRAFT, **keys}), encoding="utf-8")
+    return folder
+
+
+def _speculating(folder: Path, draft: Path, **keys: Any) -> EngineConfig:
+    keys = {"num_speculative_tokens": 5, **keys}
+    return EngineConfig(
+        model=str(folder), speculative_config=SpeculativeConfig(model=str(draft), **keys)
+    )
 
 
 def test_open_values_come_from_the_model(folder: Path) -> None:
@@ -101,3 +142,84 @@ def test_a_folder_that_is_missing_is_named() -> None:
 def test_a_folder_without_a_config_is_a_broken_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve(EngineConfig(model=str(tmp_path)))
+
+
+def test_without_a_draft_nothing_speculates(folder: Path) -> None:
+    resolved = resolve(EngineConfig(model=str(folder)))
+    assert resolved.speculation is None and resolved.num_draft_tokens == 0
+
+
+def test_speculation_is_settled_with_the_facts_of_the_draft(
+    folder: Path, draft_folder: Path
+) -> None:
+    resolved = resolve(_speculating(folder, draft_folder, acceptance="rejection"))
+    speculation = resolved.speculation
+    assert speculation is not None
+    assert speculation.checkpoint == draft_folder
+    assert speculation.draft.taps.layers == (-1, 2)
+    assert speculation.num_speculative_tokens == resolved.num_draft_tokens == 5
+    assert speculation.acceptance == "rejection"
+    assert speculation.has_confidence_schedule and speculation.has_watchdog
+    assert speculation.synthetic_acceptance_length is None
+
+
+@pytest.mark.parametrize("synthetic", [None, 2.5])
+@pytest.mark.parametrize("is_given", [True, False, None])
+def test_schedule_and_watchdog_are_on_unless_told_otherwise_or_synthetic(
+    folder: Path, draft_folder: Path, is_given: bool | None, synthetic: float | None
+) -> None:
+    keys = {"confidence_schedule": is_given, "watchdog": is_given}
+    config = _speculating(folder, draft_folder, synthetic_acceptance_length=synthetic, **keys)
+    if is_given and synthetic:
+        with pytest.raises(ConfigError, match=r"synthetic_acceptance_length=2\.5"):
+            resolve(config)
+        return
+    speculation = resolve(config).speculation
+    assert speculation is not None
+    expected = is_given is not False and synthetic is None
+    assert speculation.has_confidence_schedule == speculation.has_watchdog == expected
+    assert speculation.synthetic_acceptance_length == synthetic
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"hidden_size": 64}, "the draft's hidden_size=64 and the target's hidden_size=48"),
+        ({"vocab_size": 140}, "the draft's vocab_size=140 and the target's vocab_size=131"),
+        ({"target_layer_ids": [4]}, "the draft's target_layer_ids=4 and num_hidden_layers=4"),
+        ({"block_size": 4}, "num_speculative_tokens=5 and the draft's block length=4"),
+        ({"markov_rank": 0}, "markov_rank=0"),
+        ({"model_type": "llama"}, "model_type='llama'"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_named_with_what_does_not(
+    folder: Path, tmp_path: Path, keys: dict[str, Any], text: str
+) -> None:
+    draft = _write_draft(tmp_path / "draft", **keys)
+    with pytest.raises(ConfigError) as caught:
+        resolve(_speculating(folder, draft))
+    assert f"--speculative-config model={draft}" in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_a_draft_folder_that_is_missing_is_named(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--speculative-config model=/nowhere/at/all: .*tiny-draft"
+    ):
+        resolve(_speculating(folder, Path("/nowhere/at/all")))
+
+
+def test_a_draft_folder_without_a_config_is_a_broken_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty: no config\.json"):
+        resolve(_speculating(folder, tmp_path / "empty"))
+
+
+def test_a_heavy_draft_leaves_the_last_stage_fewer_layers(folder: Path, tmp_path: Path) -> None:
+    draft = _write_draft(tmp_path / "draft", intermediate_size=100_000)
+    config = _speculating(folder, draft)
+    config = dataclasses.replace(config, pipeline_parallel_size=2)
+    assert resolve(config).partition == (3, 1)
+    assert resolve(dataclasses.replace(config, speculative_config=None)).partition != (3, 1)

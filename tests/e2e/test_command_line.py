@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.small_engine import OPTIONS
+from tests.small_engine import OPTIONS, write_small_draft
 
 _ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "stagecoach"]
@@ -32,6 +32,29 @@ def test_generate_with_two_stages_and_two_ranks(folder: Path, environment: dict[
     answer = json.loads(done.stdout)
     assert len(answer["outputs"][0]["token_ids"]) == 5
     assert answer["stats"]["num_steps"] == 5
+
+
+def test_generate_with_a_draft_prints_the_same_text_and_tells_how_it_went(
+    folder: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    draft = {
+        "model": str(write_small_draft(tmp_path / "draft")),
+        "num_speculative_tokens": 3,
+        "confidence_schedule": False,
+        "watchdog": False,
+    }
+    plain, drafted = (
+        subprocess.run(
+            [*GENERATE, "--model", folder, "--prompt", "hello", "--max-tokens", "12",
+             "-pp", "2", "-tp", "2", "--dtype", "float64", *flags],
+            env=environment, capture_output=True, text=True, timeout=60, check=True,
+        )
+        for flags in ((), ("--speculative-config", json.dumps(draft)))
+    )  # fmt: skip
+    assert drafted.stdout == plain.stdout
+    assert plain.stderr == ""
+    [line] = drafted.stderr.splitlines()
+    assert line.endswith(" tokens a round") and " verify rounds accepted " in line
 
 
 def test_a_reader_that_leaves_early_is_no_noise(folder: Path, environment: dict[str, str]) -> None:

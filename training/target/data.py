@@ -5,14 +5,13 @@ in all. The model is causal and every row starts fresh, so padding needs no mask
 """
 
 import bisect
-import json
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,7 +81,8 @@ class RowMaker:
         self._tokenizer = tokenizer
         self._known: dict[Segment, list[int]] = {}
 
-    def _encode(self, segment: Segment) -> list[int]:
+    def encode(self, segment: Segment) -> list[int]:
+        """The token ids of one segment."""
         if segment.is_special:
             return [self._tokenizer.special_id(segment.text)]
         if len(segment.text) > 12:
@@ -106,7 +106,7 @@ class RowMaker:
         )
         answer = answer_segments(example.answer_message, thinking=example.thinking)
         for segment in (*prompt, *answer):
-            tokens = self._encode(segment)
+            tokens = self.encode(segment)
             ids += tokens
             is_answer += [segment.is_assistant] * len(tokens)
         num_answer = sum(is_answer)
@@ -141,7 +141,7 @@ def longest_row(progress: float, mix: str) -> int:
 
 
 def training_batches(
-    seed: int, worker: int, tokenizer_folder: Path, documents: list[str], mix: dict[str, int],
+    worker: int, *, seed: int, tokenizer_folder: Path, documents: list[str], mix: dict[str, int],
     longest: Synchronized, tokens_per_batch: int,
 ) -> Iterator[Batch]:  # fmt: skip
     """Endless batches of one worker. No two workers or seeds draw the same examples."""
@@ -173,35 +173,26 @@ def training_batches(
                 pool.clear()
 
 
-def _work(queue: Queue, *arguments: object) -> None:
-    for batch in training_batches(*arguments):
+def _work(queue: Queue, make_batches: Callable[[int], Iterator[tuple]], worker: int) -> None:
+    for batch in make_batches(worker):
         queue.put(batch)
 
 
 class BatchStream:
     """Worker processes that make training batches ahead."""
 
-    def __init__(
-        self, num_workers: int, seed: int, tokenizer_folder: Path, documents_file: Path | None,
-        mix: dict[str, int], tokens_per_batch: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, num_workers: int, make_batches: Callable[[int], Iterator[tuple]]) -> None:
+        """Start the workers; each iterates over `make_batches` of its number."""
         context = multiprocessing.get_context("fork")
-        documents = json.loads(documents_file.read_text()) if documents_file else []
         self._queue: Queue = context.Queue(maxsize=64)
-        self._longest: Synchronized = context.Value("i", LENGTH_CURRICULUM[0][1])
-        shared = (tokenizer_folder, documents, mix, self._longest, tokens_per_batch)
         self._workers = [
-            context.Process(target=_work, args=(self._queue, seed, worker, *shared), daemon=True)
+            context.Process(target=_work, args=(self._queue, make_batches, worker), daemon=True)
             for worker in range(num_workers)
         ]
         for worker in self._workers:
             worker.start()
 
-    def set_longest_row(self, length: int) -> None:
-        """Let workers make rows up to this length."""
-        self._longest.value = length
-
-    def next(self) -> Batch:
+    def next(self) -> Any:
         """The next batch of any worker."""
         return self._queue.get()
 

@@ -4,7 +4,9 @@ The schedule runs over the training time, not over steps: warm-up, constant, lin
 """
 
 import argparse
+import functools
 import json
+import multiprocessing
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -14,7 +16,13 @@ import torch
 from torch import Tensor
 
 from training.target.configuration import text_config
-from training.target.data import MIXES, TOKENS_PER_BATCH, BatchStream, longest_row
+from training.target.data import (
+    MIXES,
+    TOKENS_PER_BATCH,
+    BatchStream,
+    longest_row,
+    training_batches,
+)
 from training.target.export import load_checkpoint, write_checkpoint
 from training.target.model import Target
 from training.target.operations import fused_kda, kda_chunked
@@ -137,10 +145,19 @@ def run(arguments: argparse.Namespace) -> None:
     """Train until the call's time is over."""
     started = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    longest = multiprocessing.get_context("fork").Value("i", longest_row(0.0, arguments.mix))
     stream = BatchStream(
-        arguments.workers, arguments.seed, arguments.tokenizer, arguments.documents,
-        MIXES[arguments.mix], arguments.tokens_per_batch,
-    )  # fmt: skip
+        arguments.workers,
+        functools.partial(
+            training_batches,
+            seed=arguments.seed,
+            tokenizer_folder=arguments.tokenizer,
+            documents=json.loads(arguments.documents.read_text()) if arguments.documents else [],
+            mix=MIXES[arguments.mix],
+            longest=longest,
+            tokens_per_batch=arguments.tokens_per_batch,
+        ),
+    )
     if arguments.skip_search:
         take_first_working_configuration()
     training = Training(arguments)
@@ -161,7 +178,7 @@ def run(arguments: argparse.Namespace) -> None:
     is_half_kept = False
     report(ready_after=round(clock - started, 1))
     while training.progress < 1.0 and time.monotonic() - started < arguments.call_seconds:
-        stream.set_longest_row(longest_row(training.progress, arguments.mix))
+        longest.value = longest_row(training.progress, arguments.mix)
         batch = stream.next()
         ids_BT = torch.from_numpy(batch.ids_BT).to(training.device, torch.long, non_blocking=True)
         weights_BT = torch.from_numpy(batch.weights_BT).to(training.device, non_blocking=True)

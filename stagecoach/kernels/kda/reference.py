@@ -5,9 +5,11 @@ Per head, with a state S [V, K], a log-decay g per key channel and a rate beta:
     S <- S · diag(exp(g_t));  u = beta_t · (v_t − S k_t);  S <- S + u k_tᵀ;  o_t = S q_t
 
 Formula: Kimi Linear (arXiv 2510.26692), §3; fla `naive_recurrent_kda`, `naive_chunk_kda`.
+A record keeps exp(g_t), k_t and u_t of tokens that may yet be taken back: with them the first
+and last of these steps are done again, without q, v and beta.
 Dimensions: T tokens, B segments, W the longest segment, H heads, K key and V value channels,
-R = B * H rows, S state slots, N chunks of the longest segment, M chunks of all segments and
-heads, C tokens of a chunk.
+R = B * H rows, S state slots, N rows of a record or chunks of the longest segment, X = 2K + V
+values of a recorded row, M chunks of all segments and heads, C tokens of a chunk.
 """
 
 from typing import NamedTuple
@@ -70,9 +72,14 @@ def kda_recurrent(
     g_THK: Tensor,
     beta_TH: Tensor,
     state_SHVK: Tensor,
+    record_SNHX: Tensor,
     group: SegmentGroup,
 ) -> Tensor:
     """Token after token: the form for decode windows.
+
+    Each segment's state is read at `read_slots_B`, `replay_B` rows of the record there are
+    folded in, and the state after the segment's certain tokens is left at `write_slots_B`. Of
+    its uncertain tokens, the drafts, the record there keeps what folds them in later.
 
     Args:
         q_THK: [T, H, K] normalised and scaled queries.
@@ -80,62 +87,94 @@ def kda_recurrent(
         v_THV: [T, H, V].
         g_THK: [T, H, K] log-decay, ≤ 0.
         beta_TH: [T, H] rates in (0, 1).
-        state_SHVK: [S, H, V, K] pool in the accumulate type, updated in place: each
-            segment's state is read at `read_slots_B` and left at `write_slots_B`.
-        group: the segments of the T tokens.
+        state_SHVK: [S, H, V, K] pool in the accumulate type, updated in place.
+        record_SNHX: [S, N, H, 2K + V] pool of the same type, updated in place: exp(g), k and u
+            of each draft. N is at least the longest replay and the most drafts, and may be 0.
+        group: the segments of the T tokens. Where one has drafts, all are windows: an anchor,
+            then drafts.
 
     Returns:
         [T, H, V] in the accumulate type.
     """
-    dtype = state_SHVK.dtype
-    num_heads = q_THK.shape[1]
-    state_BHVK = state_SHVK.index_select(0, group.read_slots_B)
-    state_RVK = state_BHVK.flatten(0, 1)
-    # Padded tokens have g, k and beta 0 and leave the state alone.
-    q_RWK, k_RWK, v_RWV, g_RWK, beta_RW1 = (
-        _rows(group, x_THD.to(dtype))
-        for x_THD in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
+    assert group.max_drafts in (0, group.max_length - 1), f"a chunk with drafts: {group}"
+    q_THK, k_THK, v_THV, g_THK, beta_TH1 = (
+        x.to(state_SHVK.dtype) for x in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
     )
-    decay_RWK = g_RWK.exp()
+    state_BHVK = _read_states(
+        state_SHVK, record_SNHX, group.read_slots_B, group.replay_B, group.max_replay
+    )
+    state_RVK = state_BHVK.flatten(0, 1)
+    # What `_advance` takes, in its order.
+    parts = (g_THK.exp(), k_THK, v_THV * beta_TH1, k_THK * beta_TH1, q_THK)
     if group.max_length == 1:
-        o_R1V = _advance(state_RVK, q_RWK, k_RWK, v_RWV, decay_RWK, beta_RW1)
+        o_R1V = _advance(state_RVK, *(x_THD.reshape(-1, 1, x_THD.shape[2]) for x_THD in parts))
         state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
-        return o_R1V.view(-1, num_heads, o_R1V.shape[2])
-    o_RWV = torch.empty_like(v_RWV)
-    for token in range(group.max_length):
-        now = slice(token, token + 1)
-        o_RWV[:, now] = _advance(
-            state_RVK,
-            q_RWK[:, now],
-            k_RWK[:, now],
-            v_RWV[:, now],
-            decay_RWK[:, now],
-            beta_RW1[:, now],
+        return o_R1V.view(v_THV.shape)
+    # Padded tokens leave the state alone: decay 1, the rest 0.
+    parts_WR1D = [
+        group.pad(x_THD, fill).transpose(0, 1).reshape(group.max_length, -1, 1, x_THD.shape[2])
+        for x_THD, fill in zip(parts, (1.0, 0.0, 0.0, 0.0, 0.0), strict=True)
+    ]
+    last_certain = group.max_length - 1 - group.max_drafts
+    outputs = []
+    for token, row in enumerate(zip(*(x.unbind(0) for x in parts_WR1D), strict=True)):
+        outputs.append(_advance(state_RVK, *row))
+        if token == last_certain:
+            state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
+    if group.max_drafts:
+        # `_advance` has put u in the third place.
+        record_LR1X = torch.cat([x_WR1D[1:] for x_WR1D in parts_WR1D[:3]], dim=3)
+        record_LBHX = record_LR1X.view(-1, *state_BHVK.shape[:2], record_SNHX.shape[3])
+        record_SNHX[:, : group.max_drafts].index_copy_(
+            0, group.write_slots_B, record_LBHX.transpose(0, 1)
         )
-    state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
-    return group.flat(o_RWV.unflatten(0, (-1, num_heads)).transpose(1, 2))
+    o_WBHV = torch.cat(outputs).view(-1, *state_BHVK.shape[:2], v_THV.shape[2])
+    return group.flat(o_WBHV.transpose(0, 1))
 
 
 def _advance(
     state_RVK: Tensor,
-    q_R1K: Tensor,
-    k_R1K: Tensor,
-    v_R1V: Tensor,
     decay_R1K: Tensor,
-    beta_R11: Tensor,
+    k_R1K: Tensor,
+    rated_v_R1V: Tensor,
+    rated_k_R1K: Tensor,
+    q_R1K: Tensor,
 ) -> Tensor:
-    """One token: the state moves on in place, the output [R, 1, V] is read after it."""
+    """One token: the state moves on in place, the output [R, 1, V] is read after it.
+
+    Rated is times beta; `rated_v_R1V` becomes u in place.
+    """
+    state_RKV = state_RVK.mT
     state_RVK.mul_(decay_R1K)
-    u_R1V = torch.sub(v_R1V, torch.bmm(k_R1K, state_RVK.mT)).mul_(beta_R11)
-    state_RVK.baddbmm_(u_R1V.mT, k_R1K)
-    return torch.bmm(q_R1K, state_RVK.mT)
+    u_R1V = rated_v_R1V.baddbmm_(rated_k_R1K, state_RKV, alpha=-1)
+    state_RVK.addcmul_(u_R1V.mT, k_R1K)
+    return torch.bmm(q_R1K, state_RKV)
 
 
-def _rows(group: SegmentGroup, x_THD: Tensor) -> Tensor:
-    """[T, H, D] -> [B * H, W, D], zeros where no token is."""
-    if group.max_length == 1:
-        return x_THD.reshape(-1, 1, x_THD.shape[2])
-    return group.pad(x_THD).transpose(1, 2).flatten(0, 1)
+def _read_states(
+    state_SHVK: Tensor, record_SNHX: Tensor, slots_B: Tensor, replay_B: Tensor, max_replay: int
+) -> Tensor:
+    """[B, H, V, K], new: the states of `slots_B` after `replay_B` rows of their records.
+
+    A row is applied by the very operations that applied its token, so in the same type the
+    result is that of stepping, bit for bit.
+    """
+    state_BHVK = state_SHVK.index_select(0, slots_B)
+    if not max_replay:
+        return state_BHVK
+    num_values, num_keys = state_BHVK.shape[2:]
+    record_NBHX = record_SNHX.index_select(0, slots_B).narrow(1, 0, max_replay).transpose(0, 1)
+    if len(slots_B) > 1:  # a segment alone uses all rows
+        # Decay 1, k and u 0 leave a state alone; what an unused row holds may be NaN.
+        neutral_X = F.pad(record_NBHX.new_ones(num_keys), (0, num_keys + num_values))
+        rows_N111 = torch.arange(max_replay, device=slots_B.device).view(-1, 1, 1, 1)
+        record_NBHX = torch.where(rows_N111 < replay_B.view(-1, 1, 1), record_NBHX, neutral_X)
+    record_NR1X = record_NBHX.reshape(max_replay, -1, 1, 2 * num_keys + num_values)
+    parts = record_NR1X.split((num_keys, num_keys, num_values), dim=3)
+    state_RVK = state_BHVK.flatten(0, 1)
+    for decay_R1K, k_R1K, u_R1V in zip(*(x.unbind(0) for x in parts), strict=True):
+        state_RVK.mul_(decay_R1K).addcmul_(u_R1V.mT, k_R1K)
+    return state_BHVK
 
 
 def kda_chunked(
@@ -145,6 +184,7 @@ def kda_chunked(
     g_THK: Tensor,
     beta_TH: Tensor,
     state_SHVK: Tensor,
+    record_SNHX: Tensor,
     group: SegmentGroup,
     chunk_size: int = 64,
 ) -> Tensor:
@@ -158,12 +198,15 @@ def kda_chunked(
     Decays are only ever multiplied, never divided: no exponent is positive at any gate.
 
     Args:
-        q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, group: as in `kda_recurrent`.
+        q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, group: as in `kda_recurrent`; no
+            segment has drafts.
+        record_SNHX: as in `kda_recurrent`, only read: a chunk may follow a window.
         chunk_size: C, a power of two; shorter segments use a shorter chunk.
 
     Returns:
         [T, H, V] in the accumulate type.
     """
+    assert not group.max_drafts, f"a chunk with drafts: {group}"
     dtype = state_SHVK.dtype
     chunk_size = min(chunk_size, 1 << (group.max_length - 1).bit_length())
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size={chunk_size}"
@@ -181,7 +224,13 @@ def kda_chunked(
     )
     w_MCK, u_MCV = solved_MCX.split((num_keys, v_THV.shape[2]), dim=2)
 
-    state_BHVK = state_SHVK.index_select(0, group.read_slots_B[layout.order_B])
+    state_BHVK = _read_states(
+        state_SHVK,
+        record_SNHX,
+        group.read_slots_B[layout.order_B],
+        group.replay_B[layout.order_B],
+        group.max_replay,
+    )
     state_RVK = state_BHVK.flatten(0, 1)
     o_MCV = torch.empty_like(v_MCV)
     start = 0

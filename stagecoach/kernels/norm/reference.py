@@ -24,6 +24,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
+def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` whose weight differs from group to group.
+
+    Args:
+        x: [..., D], any floating type.
+        weight: [..., D], broadcast against `x`.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in `x.dtype`, rounded once.
+    """
+    dtype = accumulate_dtype(x.dtype)
+    return F.rms_norm(x.to(dtype), x.shape[-1:], eps=eps).mul_(weight.to(dtype)).to(x.dtype)
+
+
 def gated_rms_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     """RMS norm over a head's channels times sigmoid(gate): the output norm of a KDA layer.
 

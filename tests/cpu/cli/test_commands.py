@@ -11,7 +11,7 @@ import typer
 from stagecoach import compatibility
 from stagecoach.__main__ import app, main
 from stagecoach.demo.tasks import FAMILIES
-from tests.cpu.cli.command_run import FAST, Stagecoach
+from tests.cpu.cli.command_run import FAST, Stagecoach, always_drafting
 
 _BAD_ACTIVATION = '{"text_config": {"hidden_act": "x"}}'
 _LONGER = ("--hf-overrides", '{"text_config": {"max_position_embeddings": 8192}}')
@@ -72,6 +72,12 @@ def test_wrong_usage_has_status_2(stagecoach: Stagecoach, arguments: tuple[str, 
         (("--prompt-token-ids", "1,2"), "RequestError", "must be a JSON list of integers"),
         (("--prompt-token-ids", '["a"]'), "RequestError", "must be a JSON list of integers"),
         (("--prompt-file", "/no/such/file"), "RequestError", "prompt_file: /no/such/file: "),
+        (("--prompt", "x", "--speculative-config", '{"k": 7}'), "ConfigError", "unknown key 'k'"),
+        (
+            ("--prompt", "x", "--speculative-config", '{"model": "/no/such/draft"}'),
+            "ConfigError",
+            "--speculative-config model=/no/such/draft: ",
+        ),
         (("--prompt", "x", "--dtype", "int4"), "ConfigError", "--dtype='int4': must be one of"),
         (("--prompt", "x", "--log-level", "loud"), "ConfigError", "--log-level='loud'"),
         (("--prompt", "x", "-pp", "0"), "ConfigError", "--pipeline-parallel-size=0"),
@@ -134,6 +140,49 @@ def test_eval_prints_a_score_for_each_task(stagecoach: Stagecoach, folder: Path)
     report = json.loads(run.stdout)
     assert list(report["tasks"]) == families
     assert all(0 <= score <= 1 for score in report["tasks"].values())
+    assert report["speculation"] is None and report["temperature"] == 0
+
+
+def test_eval_reports_tokens_of_a_round_by_task_and_acceptance_by_place(
+    stagecoach: Stagecoach, folder: Path, draft: Path
+) -> None:
+    families = list(FAMILIES)[:2]
+    arguments = (
+        "eval", folder, *FAST, *_LONGER, "--limit", 1, "--max-tokens", 9,
+        *(argument for family in families for argument in ("--task", family)),
+        *always_drafting(draft, 3, synthetic_acceptance_length=3),
+    )  # fmt: skip
+    run = stagecoach(*arguments, "--json")
+    assert run.status == 0, run.stderr
+    report = json.loads(run.stdout)["speculation"]
+    counts = report["counts"]
+    assert counts["num_windows"] > 0
+    assert report["tokens_per_round"] == 1 + counts["num_accepted_tokens"] / counts["num_windows"]
+    assert list(report["tokens_per_round_by_task"]) == families
+    assert report["acceptance_per_position"] == [
+        accepted / drafted
+        for accepted, drafted in zip(
+            counts["accepted_per_position"], counts["drafted_per_position"], strict=True
+        )
+    ]
+    run = stagecoach(*arguments)
+    assert "tokens a round" in run.stdout
+    assert f"{counts['num_windows']} rounds" in " ".join(run.stdout.split())
+
+
+def test_eval_draws_answers_with_the_seed(stagecoach: Stagecoach, folder: Path) -> None:
+    def wrong(*arguments: object) -> list[dict[str, Any]]:
+        run = stagecoach(
+            "eval", folder, *FAST, *_LONGER, "--json", "--limit", 1, "--task", "arithmetic",
+            "--max-tokens", 8, *arguments,
+        )  # fmt: skip
+        assert run.status == 0, run.stderr
+        return json.loads(run.stdout)["wrong"]
+
+    drawn = wrong("--temperature", 1, "--seed", 3)
+    assert drawn == wrong("--temperature", 1, "--seed", 3)
+    assert drawn != wrong("--temperature", 1, "--seed", 4)
+    assert drawn != wrong()
 
 
 @pytest.mark.parametrize(
@@ -153,18 +202,49 @@ def test_eval_refuses_what_it_cannot_do(
     assert run.stderr.splitlines()[-1].startswith("stagecoach: ")
 
 
-def test_demo_answers_and_prints_its_layout(
-    stagecoach: Stagecoach, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _small_demo(folder: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model and its draft in place of the bundled ones."""
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "checkpoint").symlink_to(folder)
+    (tmp_path / "demo" / "draft_checkpoint").symlink_to(draft)
     monkeypatch.setattr("stagecoach.checkpoint_folder._PACKAGE", tmp_path)
-    run = stagecoach("demo", *FAST, "--max-model-len", 80, "--prompt", "hi", "--prompt", "ho")
+
+
+@pytest.mark.usefixtures("_small_demo")
+def test_demo_answers_and_prints_its_layout(stagecoach: Stagecoach) -> None:
+    run = stagecoach(
+        "demo", *FAST, "--max-model-len", 80, "--prompt", "hi", "--prompt", "ho", "--no-speculation"
+    )
     assert run.status == 0, run.stderr
     assert run.stdout.count("[yours]") == 2
     assert "user: hi" in run.stdout and "assistant: " in run.stdout
-    assert "decode ms" in run.stdout and "tokens/s" in run.stdout
+    assert "a second" in run.stdout and "accepted" not in run.stdout
     assert "2 stages (2 + 2 layers) x 2 tensor-parallel ranks" in " ".join(run.stderr.split())
+    assert "drafts" not in run.stdout + run.stderr
+
+
+@pytest.mark.usefixtures("_small_demo")
+def test_demo_drafts_and_shows_acceptance_in_80_columns(stagecoach: Stagecoach) -> None:
+    run = stagecoach("demo", *FAST, "--max-model-len", 80, "--prompt", "hi")
+    assert run.status == 0, run.stderr
+    assert "up to 7 drafts" in " ".join(run.stderr.split())
+    assert "accepted" in run.stdout and "a round" in run.stdout
+    table = run.stdout[run.stdout.index("┏") :]
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("_small_demo")
+def test_demo_takes_another_draft_but_not_with_speculation_off(
+    stagecoach: Stagecoach, draft: Path
+) -> None:
+    flag = always_drafting(draft, 2)
+    run = stagecoach("demo", *FAST, "--max-model-len", 80, "--prompt", "hi", *flag)
+    assert run.status == 0, run.stderr
+    assert "up to 2 drafts" in " ".join(run.stderr.split())
+    run = stagecoach("demo", *FAST, "--prompt", "hi", *flag, "--no-speculation")
+    assert run.status == 1
+    assert "--no-speculation and --speculative-config" in run.stderr
 
 
 def test_ctrl_c_has_status_130(

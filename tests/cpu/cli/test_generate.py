@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.cli.command_run import FAST, Stagecoach
+from tests.cpu.cli.command_run import FAST, Stagecoach, always_drafting
 
 LETTERS = ("--dtype", "float64", "--ignore-eos", "--max-tokens", "6")
 
@@ -41,6 +41,37 @@ def test_json_has_outputs_and_stats(generate: Any) -> None:
     assert (stats["num_prompt_tokens"], stats["num_generated_tokens"]) == (5, 6)
     assert stats["num_free_pages"] == stats["num_pages"]
     assert "query_id" not in stats
+
+
+def test_json_tells_how_drafts_fared(generate: Any, draft: Path) -> None:
+    [plain] = json.loads(generate("--prompt", "hello", "--json"))["outputs"]
+    assert plain["timings"]["num_windows"] == 0
+    assert plain["timings"]["mean_acceptance_length"] is None
+    answer = json.loads(generate("--prompt", "hello", "--json", *always_drafting(draft, 3)))
+    [output] = answer["outputs"]
+    assert output["token_ids"] == plain["token_ids"]
+    timings, stats = output["timings"], answer["stats"]["speculation"]
+    assert timings["num_windows"] == stats["num_windows"] >= 1
+    assert timings["num_draft_tokens"] == stats["num_draft_tokens"] >= timings["num_windows"]
+    assert timings["num_accepted_tokens"] == stats["num_accepted_tokens"]
+    mean = timings["mean_acceptance_length"]
+    assert mean == 1 + timings["num_accepted_tokens"] / timings["num_windows"]
+    assert len(stats["drafted_per_position"]) == len(stats["accepted_per_position"]) == 3
+    assert sum(stats["drafted_per_position"]) == stats["num_draft_tokens"]
+
+
+def test_acceptance_is_told_on_stderr(stagecoach: Stagecoach, folder: Path, draft: Path) -> None:
+    forced = always_drafting(draft, 2, synthetic_acceptance_length=3)
+    for prompts in (("--prompt", "a"), ("--prompt", "a", "--prompt", "b")):
+        run = stagecoach("generate", "--model", folder, *FAST, *LETTERS, *prompts, *forced)
+        assert run.status == 0, run.stderr
+        # The first token comes from the prompt; then a row of 3, and one of the 2 left.
+        num_rounds = 2 * prompts.count("--prompt")
+        num_drafts = 3 * prompts.count("--prompt")
+        assert run.stderr == (
+            f"{num_rounds} verify rounds accepted {num_drafts} of {num_drafts} drafts: "
+            "2.50 tokens a round\n"
+        )
 
 
 def test_prompts_come_from_everywhere_in_order(generate: Any, tmp_path: Path) -> None:

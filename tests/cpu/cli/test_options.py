@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from stagecoach.cli.options import read_config_file, with_engine_options
-from stagecoach.config import EngineConfig, field_docs, option
+from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
 from stagecoach.errors import ConfigError
 
 FIELDS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model"]
@@ -34,6 +34,10 @@ VALUES: dict[str, tuple[str, Any]] = {
     "execute_model_timeout_seconds": ("20", 20),
     "num_threads": ("1", 1),
     "log_level": ("error", "error"),
+    "speculative_config": (
+        '{"model": "a-draft", "watchdog": false}',
+        SpeculativeConfig(model="a-draft", watchdog=False),
+    ),
     "debug_poison": ("", True),
 }
 
@@ -86,16 +90,20 @@ def test_short_flags() -> None:
 def test_every_field_is_a_name_of_the_file(config_file: Path, name: str, spell: Any) -> None:
     text, value = VALUES[name]
     text = text or "true"
-    quoted = f"'{text}'" if name == "hf_overrides" else text
+    quoted = f"'{text}'" if text.startswith("{") else text
     config_file.write_text(f"{spell(name)}: {quoted}\n")
     assert run_options("--config", str(config_file)) == {name: value}
 
 
 def test_lists_and_maps_of_yaml(config_file: Path) -> None:
-    config_file.write_text("pp_partition: [5, 4]\nhf-overrides:\n  text_config:\n    a: 1\n")
+    config_file.write_text(
+        "pp_partition: [5, 4]\nhf-overrides:\n  text_config:\n    a: 1\n"
+        "speculative-config:\n  model: a-draft\n  num_speculative_tokens: 3\n"
+    )
     assert read_config_file(config_file) == {
         "pp_partition": (5, 4),
         "hf_overrides": {"text_config": {"a": 1}},
+        "speculative_config": SpeculativeConfig(model="a-draft", num_speculative_tokens=3),
     }
     config_file.write_text("pp_partition: 9\n")
     assert read_config_file(config_file) == {"pp_partition": (9,)}
@@ -130,6 +138,8 @@ def test_a_flag_wins_over_the_file(config_file: Path) -> None:
         ("pp_partition: 5,four", "must be numbers, as in 5,4"),
         ("hf_overrides: '{'", "not valid JSON"),
         ("hf_overrides: [1]", "hf_overrides: Expected `object"),
+        ("speculative_config: [1]", "--speculative-config=[1]: must be a JSON object"),
+        ("speculative_config: {k: 3}", "--speculative-config: unknown key 'k'; known are model"),
         ("- block_size", "must hold `name: value` lines"),
         ("block_size", "must hold `name: value` lines"),
         ("a: [", "while parsing"),
@@ -158,6 +168,13 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(config_file: Path) -> No
         (("--pp-partition", ""), "must be numbers"),
         (("--hf-overrides", "{a}"), "--hf-overrides={a}: not valid JSON: "),
         (("--hf-overrides", "[1]"), "--hf-overrides=[1]: must be a JSON object"),
+        (("--speculative-config", "demo-draft"), "--speculative-config=demo-draft: not valid"),
+        (("--speculative-config", "[1]"), "--speculative-config=[1]: must be a JSON object"),
+        (("--speculative-config", '{"model": "m", "k": 3}'), "unknown key 'k'; known are model"),
+        (
+            ("--speculative-config", '{"model": "m", "num_speculative_tokens": "3"}'),
+            "--speculative-config num_speculative_tokens='3': must be an integer in 1..16",
+        ),
     ],
 )
 def test_a_bad_flag_is_refused(arguments: tuple[str, ...], text: str) -> None:
@@ -175,9 +192,16 @@ def test_help_shows_each_doc_line_and_default() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     for item in FIELDS:
         assert option(item.name) in text
-        assert field_docs()[item.name] in text
+        assert _wrapped(field_docs()[item.name]) in _wrapped(text)
         if item.default not in (None, False, dataclasses.MISSING):
             assert f"[default: {item.default}]" in text
+    for key, doc in field_docs(SpeculativeConfig).items():
+        assert _wrapped(f"{key} ({doc}") in _wrapped(text)
+
+
+def _wrapped(text: str) -> str:
+    """Without the spaces and line ends that help puts in at a hyphen."""
+    return "".join(text.split())
 
 
 def test_a_command_may_have_defaults_of_its_own(config_file: Path) -> None:

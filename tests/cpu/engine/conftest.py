@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.model import tiny
 from stagecoach.request import SamplingParams
 from tests.cpu.engine.schedules import Answer, Ask, run_alone
@@ -37,6 +38,26 @@ def linear_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in Kimi-Linear: a plain residual stream and other gates."""
     folder = tmp_path_factory.mktemp("kimi_linear")
     tiny.write_tiny_model(folder, tiny.kimi_linear_config(SHAPE), seed=12)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def draft_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained draft for both; its taps are the embedding, an early layer and the last."""
+    folder = tmp_path_factory.mktemp("draft")
+    shape = TinyDraftShape(
+        taps=(5, -1, 2),
+        hidden_size=SHAPE.hidden_size,
+        head_dim=8,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        nope_dim=8,
+        rope_dim=4,
+        value_dim=8,
+        intermediate_size=48,
+        markov_rank=8,
+    )
+    write_tiny_draft(folder, mla_draft_config(shape), seed=13)
     return folder
 
 

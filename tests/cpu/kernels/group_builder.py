@@ -13,6 +13,8 @@ def make_group(
     read_slots: list[int] | None = None,
     write_slots: list[int] | None = None,
     context_rows: list[list[int]] | None = None,
+    replay: list[int] | None = None,
+    num_drafts: list[int] | None = None,
 ) -> SegmentGroup:
     """A group of segments with `lengths` tokens each.
 
@@ -23,10 +25,13 @@ def make_group(
         write_slots: segment index + 1 by default.
         context_rows: cache row of every position [0, start + length) of each segment; by
             default row 0 throughout, for operators that read no cache.
+        replay: recorded rows of each read slot to fold in; none by default.
+        num_drafts: the uncertain tail of each segment; none by default.
     """
     num_segments, width = len(lengths), max(lengths)
     starts = starts or [0] * num_segments
     write_slots = write_slots or [index + 1 for index in range(num_segments)]
+    replay, num_drafts = replay or [0] * num_segments, num_drafts or [0] * num_segments
     if read_slots is None:
         read_slots = [index + 1 if starts[index] else 0 for index in range(num_segments)]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -47,7 +52,10 @@ def make_group(
         flat_index_T=torch.tensor(flat_index),
         read_slots_B=torch.tensor(read_slots),
         write_slots_B=torch.tensor(write_slots),
-        replay_B=torch.zeros(num_segments, dtype=torch.int64),
+        replay_B=torch.tensor(replay),
+        max_replay=max(replay),
+        num_drafts_B=torch.tensor(num_drafts),
+        max_drafts=max(num_drafts),
         context_rows_BL=torch.tensor([row + [0] * (max(ends) - len(row)) for row in rows]),
         context_lengths_B=torch.tensor(ends),
     )

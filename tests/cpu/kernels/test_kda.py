@@ -1,6 +1,8 @@
 """KDA: recurrent and chunked form against published code, each other, and their promises."""
 
 import itertools
+from collections.abc import Callable
+from functools import wraps
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +16,22 @@ from stagecoach.kernels.kda import kda_chunked, kda_gate, kda_recurrent, normali
 from tests.cpu.kernels.group_builder import cut, make_group
 from tests.cpu.kernels.oracles import fla_function, in_float64, torch_path
 
-FORMS = [kda_recurrent, kda_chunked]
+
+def without_record(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operator as an engine that does not speculate calls it: no slot has recorded rows."""
+
+    @wraps(operator)
+    def run(q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, *rest) -> Tensor:
+        record_SNHX = state_SHVK.new_empty(
+            len(state_SHVK), 0, q_THK.shape[1], 2 * q_THK.shape[2] + v_THV.shape[2]
+        )
+        return operator(q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, record_SNHX, *rest)
+
+    return run
+
+
+recurrent, chunked = without_record(kda_recurrent), without_record(kda_chunked)
+FORMS = [recurrent, chunked]
 form = pytest.mark.parametrize("run", FORMS)
 
 
@@ -187,8 +204,8 @@ def test_chunked_equals_recurrent(
     pool_SHVK = make_pool(inputs, 20, seed)
     before_SHVK = pool_SHVK.clone()
     chunked_pool_SHVK = pool_SHVK.clone()
-    o_THV = kda_recurrent(*inputs, pool_SHVK, group)
-    chunked_o_THV = kda_chunked(*inputs, chunked_pool_SHVK, group, chunk_size)
+    o_THV = recurrent(*inputs, pool_SHVK, group)
+    chunked_o_THV = chunked(*inputs, chunked_pool_SHVK, group, chunk_size)
     assert difference(o_THV, chunked_o_THV) < 1e-12
     assert difference(pool_SHVK, chunked_pool_SHVK) < 1e-12
     assert torch.equal(pool_SHVK[:10], before_SHVK[:10])
@@ -208,8 +225,8 @@ def test_chunked_survives_constant_gates(gate: float, num_tokens: int) -> None:
     pool_SHVK = make_pool(inputs, 3)
     narrow = Inputs(*(x.float() for x in inputs))
     narrow_pool_SHVK = pool_SHVK.float()
-    o_THV = kda_recurrent(*inputs, pool_SHVK, group)
-    narrow_o_THV = kda_chunked(*narrow, narrow_pool_SHVK, group)
+    o_THV = recurrent(*inputs, pool_SHVK, group)
+    narrow_o_THV = chunked(*narrow, narrow_pool_SHVK, group)
     assert difference(o_THV, narrow_o_THV) < 5e-6
     assert difference(pool_SHVK[2], narrow_pool_SHVK[2]) < 5e-6
 
@@ -226,8 +243,8 @@ def test_chunked_keeps_slow_channels_beside_fast_ones() -> None:
     group = make_group([64])
     pool_SHVK = make_pool(inputs, 2)
     narrow_pool_SHVK = pool_SHVK.float()
-    o_THV = kda_recurrent(*inputs, pool_SHVK, group)
-    narrow_o_THV = kda_chunked(*(x.float() for x in inputs), narrow_pool_SHVK, group)
+    o_THV = recurrent(*inputs, pool_SHVK, group)
+    narrow_o_THV = chunked(*(x.float() for x in inputs), narrow_pool_SHVK, group)
     assert difference(o_THV, narrow_o_THV) < 1e-6
     assert difference(pool_SHVK, narrow_pool_SHVK) < 1e-6
 
@@ -247,7 +264,7 @@ def test_any_split_into_calls_is_the_same(
     float64: required 1e-12, reached 4e-16."""
     inputs = make_inputs(total, seed, num_keys=7, num_values=5)
     whole_pool_SHVK = make_pool(inputs, 3)
-    whole_o_THV = kda_recurrent(*inputs, whole_pool_SHVK, make_group([total]))
+    whole_o_THV = recurrent(*inputs, whole_pool_SHVK, make_group([total]))
     pool_SHVK = torch.full_like(whole_pool_SHVK, float("nan"))
     pool_SHVK[0] = 0
     pieces = []
@@ -298,7 +315,7 @@ def test_half_precision_inputs(run) -> None:
     pool_SHVK = make_pool(inputs, 3)
     wide_pool_SHVK = pool_SHVK.double()
     o_THV = run(*inputs, pool_SHVK, group)
-    wide_o_THV = kda_recurrent(*(x.double() for x in inputs), wide_pool_SHVK, group)
+    wide_o_THV = recurrent(*(x.double() for x in inputs), wide_pool_SHVK, group)
     assert o_THV.dtype == pool_SHVK.dtype == torch.float32
     assert difference(o_THV, wide_o_THV) < 2e-6
     assert difference(pool_SHVK, wide_pool_SHVK) < 2e-6

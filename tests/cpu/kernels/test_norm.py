@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 
-from stagecoach.kernels.norm import gated_rms_norm, rms_norm
+from stagecoach.kernels.norm import gated_rms_norm, grouped_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 256), (2, 3, 60)])
@@ -35,6 +35,20 @@ def test_rms_norm_rounds_once(weight_dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
     assert (normed == exact.bfloat16()).double().mean() > 0.999
     torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_grouped_rms_norm_is_one_norm_a_group(dtype: torch.dtype) -> None:
+    x_TGC, weight_GC = (3 * torch.randn(5, 3, 12)).to(dtype), torch.randn(3, 12).to(dtype)
+    before = x_TGC.clone()
+    expected = torch.stack(
+        [rms_norm(x_TGC[:, group], weight_GC[group], 1e-5) for group in range(3)], dim=1
+    )
+    normed_TGC = grouped_rms_norm(x_TGC, weight_GC, 1e-5)
+    assert normed_TGC.dtype == dtype and torch.equal(x_TGC, before)
+    # Statistics and weight may be joined in another order before the only rounding.
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(normed_TGC, expected, rtol=tolerance, atol=0)
 
 
 def test_gated_rms_norm_equals_published_module() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch import Tensor
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
-from stagecoach.model.stage_memory import KdaMemory, MlaMemory, StageMemory, memory_shapes
+from stagecoach.model.stage_memory import KdaMemory, StageMemory, memory_shapes
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config
+from stagecoach.model_config import Taps, load_model_config
 from stagecoach.pipeline.stage import make_stages
+
+T = TypeVar("T")
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -45,6 +48,9 @@ class ThreadRank:
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(tensor), dim=dim)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor)[0]
 
 
 def thread_ranks(size: int) -> list[TensorParallel]:
@@ -101,6 +107,9 @@ def segment_group(parts: list[Part]) -> SegmentGroup:
         ),
         write_slots_B=torch.tensor([part.row.slot for part in parts]),
         replay_B=torch.zeros(len(parts), dtype=torch.int64),
+        max_replay=0,
+        num_drafts_B=torch.zeros(len(parts), dtype=torch.int64),
+        max_drafts=0,
         context_rows_BL=context_rows,
         context_lengths_B=torch.tensor(ends),
     )
@@ -135,7 +144,11 @@ def segment_groups(parts: list[Part], most: int) -> tuple[SegmentGroup, ...]:
 
 
 class Grid:
-    """All stages and ranks of one model, with their memory."""
+    """All stages and ranks of one model, with their memory.
+
+    Attributes:
+        taps: those of the newest step by stage, and there by id.
+    """
 
     def __init__(
         self,
@@ -144,7 +157,9 @@ class Grid:
         partition: Sequence[int] | None = None,
         tp_size: int = 1,
         load_format: str = "auto",
+        taps: Taps | None = None,
     ) -> None:
+        self.taps: list[dict[int, Tensor]] = []
         self.config = load_model_config(folder)
         self.dtype = dtype
         stages = make_stages(partition or (self.config.num_layers,))
@@ -154,7 +169,15 @@ class Grid:
             ranks = thread_ranks(tp_size)
             self.models.append(
                 [
-                    load_stage(folder, self.config, stage, tp, dtype, load_format=load_format)
+                    load_stage(
+                        folder,
+                        self.config,
+                        stage,
+                        tp,
+                        dtype,
+                        dummy_seed=0 if load_format == "dummy" else None,
+                        taps=taps,
+                    )
                     for tp in ranks
                 ]
             )
@@ -177,7 +200,8 @@ class Grid:
     def step(self, parts: list[Part], most_in_group: int = 8) -> Tensor:
         """Run one step; logits [T, vocab] of every token, windows' tokens first."""
         step = step_tensors(parts, most_in_group)
-        streams: list[tuple[Tensor, Tensor]] | None = None
+        streams: list[StageEnd] | None = None
+        self.taps = []
         for models, memories in zip(self.models, self.memories, strict=True):
             streams = run_ranks(
                 [
@@ -185,12 +209,17 @@ class Grid:
                     for rank, (model, memory) in enumerate(zip(models, memories, strict=True))
                 ]
             )
+            self.taps.append(streams[0].taps)
+            for of_rank in streams:
+                assert of_rank.taps.keys() == self.taps[-1].keys()
+                for tap, tap_TH in of_rank.taps.items():
+                    assert torch.equal(tap_TH, self.taps[-1][tap]), f"ranks disagree on {tap}"
         for part in parts:
             part.row.num_computed += len(part.token_ids)
         assert streams is not None
-        first = streams[0][0]
-        for other, _ in streams:
-            assert torch.equal(first, other), "ranks disagree about the logits"
+        first = streams[0].result
+        for other in streams:
+            assert torch.equal(first, other.result), "ranks disagree about the logits"
         return first
 
     def prefill(self, row: Row, token_ids: Sequence[int], chunk: int | None = None) -> Tensor:
@@ -208,29 +237,37 @@ class Grid:
         return torch.cat([self.step([Part(row, [token], is_window=True)]) for token in token_ids])
 
 
+class StageEnd(NamedTuple):
+    """What one rank of a stage leaves."""
+
+    result: Tensor  # the running sum, or the logits of the last stage
+    bank_TBH: Tensor
+    taps: dict[int, Tensor]
+
+
 def stage_call(
-    model: StageModel,
-    memory: StageMemory,
-    step: StepTensors,
-    received: tuple[Tensor, Tensor] | None,
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    def call() -> tuple[Tensor, Tensor]:
+    model: StageModel, memory: StageMemory, step: StepTensors, received: StageEnd | None
+) -> Callable[[], StageEnd]:
+    def call() -> StageEnd:
         torch.set_num_threads(1)
-        stream = model.embed(step.token_ids_T) if received is None else model.resume(*received)
+        if received is None:
+            stream = model.embed(step.token_ids_T)
+        else:
+            stream = model.resume(received.result, received.bank_TBH)
         seen: list[int] = []
         stream = model.forward(stream, step, memory, lambda layer, _: seen.append(layer))
         assert seen == list(model.stage.layers)
         if model.stage.is_last:
-            return model.logits(stream, torch.arange(step.num_tokens)), stream.bank_TBH
+            logits = model.logits(stream, torch.arange(step.num_tokens))
+            return StageEnd(logits, stream.bank_TBH, stream.taps)
         assert stream.bank_TBH.is_contiguous()
-        return stream.partial_TH, stream.bank_TBH
+        return StageEnd(stream.partial_TH, stream.bank_TBH, stream.taps)
 
     return call
 
 
-def run_ranks(
-    calls: list[Callable[[], tuple[Tensor, Tensor]]],
-) -> list[tuple[Tensor, Tensor]]:
+def run_ranks(calls: list[Callable[[], T]]) -> list[T]:
+    """The calls of a stage's ranks, at once, because they wait for each other."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -240,11 +277,9 @@ def run_ranks(
 def poisoned(memory: StageMemory) -> StageMemory:
     """NaN everywhere but in slot 0 and page 0, which hold zeros for ever."""
     for layer in memory.layers.values():
-        if isinstance(layer, KdaMemory):
-            layer.recurrent_SHVK[1:] = float("nan")
-            layer.conv_rows_SRC[1:] = float("nan")
-        elif isinstance(layer, MlaMemory):
-            layer.cache_RD[PAGE_SIZE:] = float("nan")
+        first = 1 if isinstance(layer, KdaMemory) else PAGE_SIZE
+        for tensor in layer:
+            tensor[first:] = float("nan")
     return memory
 
 

@@ -18,8 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import load_model_config
-from tests.cpu.model.model_runs import Grid, Part, relative_error, step_tensors
+from stagecoach.model.weights import load_stage
+from stagecoach.model_config import Taps, load_model_config
+from stagecoach.pipeline.stage import make_stages, whole_model
+from tests.cpu.model.model_runs import (
+    Grid,
+    Part,
+    relative_error,
+    run_ranks,
+    step_tensors,
+    thread_ranks,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -207,3 +216,167 @@ def test_the_head_is_computed_only_for_the_rows_asked_for(k3_folder: Path) -> No
     assert some.shape == (2, config.vocab_size) and some.dtype == torch.float64
     torch.testing.assert_close(some, every[[8, 2]], rtol=0, atol=1e-12)
     assert model.logits(stream, torch.tensor([], dtype=torch.int64)).shape == (0, 512)
+
+
+def mlx_taps(
+    model: Any, token_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Prefix and mixture values of taps -1, 0, ... as the oracle computes them."""
+    layer_type = mlx_kimi_k3.KimiK3DecoderLayer
+    run_layer, run_mix = layer_type.__call__, mlx_kimi_k3._attn_res_mix
+    prefixes: list[Any] = []
+    mixes: list[Any] = []
+
+    def record_layer(self: Any, x: Any, *args: Any, **options: Any) -> Any:
+        if not prefixes:
+            prefixes.append(x)
+        result = run_layer(self, x, *args, **options)
+        prefixes.append(result[0])
+        return result
+
+    def record_mix(*args: Any) -> Any:
+        mixes.append(run_mix(*args))
+        return mixes[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_type, "__call__", record_layer)
+        patch.setattr(mlx_kimi_k3, "_attn_res_mix", record_mix)
+        mlx_logits(model, token_ids)
+    # A layer mixes for its attention and for its MLP; the final norm mixes last.
+    read = mixes[::2] if mixes else prefixes
+    return (
+        [torch.from_numpy(np.array(value[0])) for value in prefixes],
+        [torch.from_numpy(np.array(value[0])) for value in read],
+    )
+
+
+def in_one_stage(grid: Grid) -> dict[int, Tensor]:
+    [taps] = grid.taps
+    return taps
+
+
+@pytest.mark.parametrize("are_mixtures", [False, True], ids=["prefix", "mixture"])
+def test_taps_are_what_the_oracle_has_between_its_layers(
+    model_and_oracle: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, are_mixtures: bool
+) -> None:
+    """In one chunk, and in a chunk and steps of one token."""
+    folder, oracle = model_and_oracle
+    token_ids = tokens(8)
+    expected = mlx_taps(oracle, token_ids, monkeypatch)[are_mixtures]
+    num_layers = load_model_config(folder).num_layers
+    ids = range(-1, num_layers)
+    grid = Grid(folder, torch.float32, taps=Taps(tuple(ids), are_mixtures))
+    grid.prefill(grid.row(NUM_TOKENS), token_ids)
+    whole = in_one_stage(grid)
+    row = grid.row(NUM_TOKENS)
+    grid.prefill(row, token_ids[:20])
+    by_token = [in_one_stage(grid)]
+    for token in token_ids[20:]:
+        grid.decode(row, [token])
+        by_token.append(in_one_stage(grid))
+        assert {tap_TH.shape[0] for tap_TH in by_token[-1].values()} == {1}
+    assert sorted(whole) == list(ids) and len(expected) == len(ids)
+    for tap, reference in zip(ids, expected, strict=True):
+        assert relative_error(whole[tap], reference) < TOLERANCE
+        decoded = torch.cat([taps[tap] for taps in by_token])
+        assert relative_error(decoded, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("are_mixtures", [False, True], ids=["prefix", "mixture"])
+@pytest.mark.parametrize(
+    "partition", [(5, 4), (2, 3, 3, 1), (1, 1, 1, 1, 1, 1, 1, 2)], ids=lambda counts: len(counts)
+)
+def test_each_stage_makes_its_taps_once_and_with_the_bits_of_one_stage(
+    k3_folder: Path, partition: tuple[int, ...], are_mixtures: bool
+) -> None:
+    """Every possible tap; the stage that reads a mixture makes it."""
+    token_ids = tokens(9, count=6)
+    taps = Taps(tuple(range(-1, 9)), are_mixtures)
+    whole = Grid(k3_folder, torch.float64, taps=taps)
+    logits = whole.prefill(whole.row(6), token_ids)
+    split = Grid(k3_folder, torch.float64, partition, taps=taps)
+    assert torch.equal(split.prefill(split.row(6), token_ids), logits)
+    made = [tap for of_stage in split.taps for tap in sorted(of_stage)]
+    assert made == list(taps.layers)
+    for stage, of_stage in zip(make_stages(partition), split.taps, strict=True):
+        first = stage.start - 1 if are_mixtures or stage.is_first else stage.start
+        last = stage.end - 2 if are_mixtures and not stage.is_last else stage.end - 1
+        assert sorted(of_stage) == list(range(first, last + 1))
+        for tap, tap_TH in of_stage.items():
+            assert torch.equal(tap_TH, in_one_stage(whole)[tap])
+
+
+def test_taps_change_no_logits_and_are_not_made_unasked(k3_folder: Path) -> None:
+    token_ids = tokens(10, count=9)
+    plain = Grid(k3_folder, torch.float64)
+    expected = plain.prefill(plain.row(9), token_ids)
+    assert plain.taps == [{}]
+    for taps in (Taps((2, 5)), Taps((2, 5), are_mixtures=True)):
+        grid = Grid(k3_folder, torch.float64, taps=taps)
+        assert torch.equal(grid.prefill(grid.row(9), token_ids), expected)
+        assert sorted(in_one_stage(grid)) == [2, 5]
+
+
+def test_the_embedding_tap_is_the_first_stages_output_itself(k3_folder: Path) -> None:
+    """The last stage has the embedding too, yet makes no such tap."""
+    grid = Grid(k3_folder, torch.float64, (4, 5), taps=Taps((-1,)))
+    token_ids = tokens(11, count=5)
+    grid.prefill(grid.row(5), token_ids)
+    of_first, of_last = grid.taps
+    assert not of_last
+    model = grid.models[0][0]
+    assert torch.equal(of_first[-1], model.embedding(torch.tensor(token_ids)))
+    stream = model.embed(torch.tensor(token_ids))
+    assert stream.taps[-1].data_ptr() == stream.partial_TH.data_ptr()
+
+
+@pytest.mark.parametrize("is_head_tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_last_stage_with_taps_has_the_first_stages_embedding(
+    write_model: Callable[[dict[str, Any]], Path], tp_size: int, is_head_tied: bool
+) -> None:
+    """One copy a rank: a tied head is the embedding's."""
+    shape = TinyShape(num_layers=3, mla_layers=(1,), is_head_tied=is_head_tied)
+    folder = write_model(kimi_k3_config(shape))
+    config = load_model_config(folder)
+    first, last = make_stages((2, 1))
+
+    def load(stage: Any, taps: Taps | None) -> list[Any]:
+        return [
+            load_stage(folder, config, stage, rank, torch.float64, taps=taps)
+            for rank in thread_ranks(tp_size)
+        ]
+
+    token_ids = torch.tensor(tokens(12, vocab_size=config.vocab_size))
+    taps = Taps((0,))
+    of_first, of_last, plain = load(first, taps), load(last, taps), load(last, None)
+    expected = run_ranks([lambda model=model: model.embedding(token_ids) for model in of_first])
+    copies = run_ranks([lambda model=model: model.embedding(token_ids) for model in of_last])
+    for copy in copies:
+        assert torch.equal(copy, expected[0])
+    matrix = config.vocab_size // tp_size * config.hidden_size * 8
+    for with_taps, without in zip(of_last, plain, strict=True):
+        extra = with_taps.num_parameter_bytes - without.num_parameter_bytes
+        assert extra == (0 if is_head_tied else matrix)
+        with pytest.raises(AssertionError, match="no embedding on"):
+            _ = without.embedding
+        with pytest.raises(AssertionError, match="only the first stage embeds"):
+            with_taps.embed(token_ids)
+        assert with_taps.head is not None
+    with pytest.raises(AssertionError, match="only the last stage has the head"):
+        _ = of_first[0].head
+
+
+@pytest.mark.parametrize("tap", [-2, 9])
+def test_a_tap_of_no_layer_is_our_mistake(k3_folder: Path, tap: int) -> None:
+    config = load_model_config(k3_folder)
+    [rank] = thread_ranks(1)
+    with pytest.raises(AssertionError, match="no such layer"):
+        load_stage(
+            k3_folder,
+            config,
+            whole_model(9),
+            rank,
+            torch.float64,
+            taps=Taps(tuple(sorted((3, tap)))),
+        )

@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stagecoach.errors import CheckpointError
-from stagecoach.model.checkpoint_reader import INDEX_NAME, CheckpointReader, published_name
+from stagecoach.model.checkpoint_reader import (
+    INDEX_NAME,
+    CheckpointReader,
+    published_name,
+    target_naming,
+)
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import LoadLedger, model_tensors
 from stagecoach.model.parallel_linear import SingleRank
@@ -450,7 +455,7 @@ def test_the_published_model_has_as_many_tensors_as_its_checkpoint() -> None:
 
 
 def test_the_reader_reads_parts(folder: Path) -> None:
-    reader = CheckpointReader(folder, has_tied_head=False)
+    reader = CheckpointReader(folder, target_naming(has_tied_head=False))
     name = "model.layers.0.self_attn.q_proj.weight"
     whole = stored_tensors(folder)[PREFIX + name]
     assert torch.equal(reader.read(name, (slice(3, 9), slice(0, 64))), whole[3:9])

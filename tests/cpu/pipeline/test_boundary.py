@@ -10,8 +10,10 @@ from torch import Tensor
 
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from stagecoach.model_config import ModelConfig, parse_model_config
-from stagecoach.pipeline.boundary import boundary_fields
+from stagecoach.model_config import ModelConfig, Taps, parse_model_config
+from stagecoach.pipeline.boundary import boundary_fields, incoming_fields, outgoing_fields
+from stagecoach.pipeline.stage import make_stages
+from stagecoach.pipeline.tap_relay import taps_before
 
 pytestmark = pytest.mark.cpu
 
@@ -109,8 +111,62 @@ def test_the_bank_is_final_after_the_layer_that_closed_its_newest_block(
     assert hidden.final_after == cut - 1
 
 
-def test_fields_are_declared_in_the_order_in_which_they_become_final() -> None:
+@pytest.mark.parametrize("are_mixtures", [False, True], ids=["prefix", "mixture"])
+@pytest.mark.parametrize("listed", [None, (2, 23, 47, 71, 89), (-1,), (-1, 12, 92)])
+def test_fields_are_declared_in_the_order_in_which_they_become_final(
+    listed: tuple[int, ...] | None, are_mixtures: bool
+) -> None:
     config = k3_config(K3_LAYERS, K3_BLOCK_SIZE)
+    taps = Taps(listed, are_mixtures) if listed else None
     for layer in range(1, K3_LAYERS):
-        final_after = [field.final_after for field in boundary_fields(config, layer)]
+        fields = boundary_fields(config, layer, taps)
+        final_after = [field.final_after for field in fields]
         assert final_after == sorted(final_after)
+        assert fields[-1].name == "hidden_TH"
+
+
+@pytest.mark.parametrize("are_mixtures", [False, True], ids=["prefix", "mixture"])
+@pytest.mark.parametrize("layer", range(1, K3_LAYERS))
+def test_taps_cross_as_one_field_that_is_final_with_its_last_tap(
+    layer: int, are_mixtures: bool
+) -> None:
+    config, taps = k3_config(K3_LAYERS, K3_BLOCK_SIZE), Taps((2, 23, 47, 71, 89), are_mixtures)
+    without = boundary_fields(config, layer)
+    known = taps_before(taps, layer)
+    found = [field for field in boundary_fields(config, layer, taps) if field not in without]
+    if not known:
+        assert not found and layer <= 3
+        return
+    [field] = found
+    assert (field.name, field.row_shape, field.columns) == ("taps_TNH", (len(known), 48), known)
+    assert field.final_after == known[-1] + are_mixtures < layer
+
+
+def test_the_embedding_alone_is_final_before_the_first_layer() -> None:
+    config = parse_model_config(kimi_linear_config(TinyShape()))
+    taps, hidden = boundary_fields(config, 5, Taps((-1,)))
+    assert (taps.row_shape, taps.final_after, hidden.final_after) == ((1, 64), -1, 4)
+    assert str(taps) == "taps_TNH [T, 1, 64] of taps -1"
+
+
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    block_size=st.integers(1, 5),
+    listed=st.sets(st.integers(-1, 5), max_size=4),
+    are_mixtures=st.booleans(),
+)
+def test_both_ends_of_a_boundary_declare_the_same_and_nothing_waits_for_other_stages(
+    counts: list[int], block_size: int, listed: set[int], are_mixtures: bool
+) -> None:
+    config = k3_config(sum(counts) + 1, block_size)
+    taps = Taps(tuple(sorted(listed)), are_mixtures) if listed else None
+    stages = make_stages(counts)
+    assert incoming_fields(config, stages[0], taps) == ()
+    assert outgoing_fields(config, stages[-1], taps) == ()
+    for sender, receiver in pairwise(stages):
+        sent = outgoing_fields(config, sender, taps)
+        received = incoming_fields(config, receiver, taps)
+        assert [str(field) for field in sent] == [str(field) for field in received]
+        final_after = [field.final_after for field in sent]
+        assert final_after == sorted(final_after)
+        assert all(sender.start - 1 <= layer < sender.end for layer in final_after)

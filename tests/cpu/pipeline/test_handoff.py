@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.errors import ConfigError
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.handoff import Handoff
@@ -79,6 +80,9 @@ class Rank:
         raise NotImplementedError
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -151,7 +155,7 @@ def assert_arrived(
         st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=4
     ),
     final_after=st.lists(st.integers(0, 3), min_size=4, max_size=4),
-    token_counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    token_counts=st.lists(st.integers(0, 5), min_size=1, max_size=3),
 )
 def test_any_fields_arrive_bit_for_bit_and_in_the_declared_order(
     tp_size: int,
@@ -284,6 +288,79 @@ def test_a_field_of_another_dtype_is_our_mistake() -> None:
     handoff = sender(Wire(), [HIDDEN])
     with pytest.raises(AssertionError, match=r"hidden is torch\.float32, not torch\.float64"):
         handoff.send_final(3, lambda name: torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 6), (12,)])
+def test_a_field_of_another_width_is_our_mistake(shape: tuple[int, ...]) -> None:
+    handoff = sender(Wire(), [HIDDEN])
+    with pytest.raises(AssertionError, match=r"\) is no hidden \[T, 6\]"):
+        handoff.send_final(3, lambda name: torch.zeros(shape, dtype=DTYPE))
+
+
+def agreement(
+    sent: Sequence[BoundaryField], expected: Sequence[BoundaryField], tp_size: int = 1
+) -> None:
+    """Both stages compare what they declare, then a step crosses."""
+    topology = Topology(num_stages=2, tp_size=tp_size)
+    mesh = ThreadMesh(topology)
+    steps = values(sent, 3)
+
+    def work(worker: WorkerId) -> None:
+        is_first = worker.stage == 0
+        incoming, outgoing = ((), tuple(sent)) if is_first else (tuple(expected), ())
+        handoff = Handoff(mesh.links(worker), worker, topology, incoming, outgoing, DTYPE)
+        handoff.agree()
+        handoff.begin_step(0)
+        if is_first:
+            for layer in range(4):
+                handoff.send_final(layer, steps.__getitem__)
+        else:
+            for name, tensor in handoff.receive(3).items():
+                assert torch.equal(tensor, steps[name])
+        handoff.finish()
+
+    in_threads([lambda worker=worker: work(worker) for worker in topology.workers])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ends_that_declare_the_same_agree(tp_size: int) -> None:
+    later = replace(HIDDEN, final_after=2)
+    agreement([BANK, EMPTY, HIDDEN], [BANK, EMPTY, later], tp_size)
+
+
+TAPS = replace(boundary_field("taps_TNH", (2, 6), final_after=1), columns=(2, 23))
+
+
+@pytest.mark.parametrize(
+    ("expected", "named"),
+    [
+        pytest.param(
+            [replace(TAPS, row_shape=(3, 6), columns=(2, 23, 47)), HIDDEN],
+            r"rank 0 sends taps_TNH \[T, 2, 6\] of taps 2, 23; hidden \[T, 6\] as torch.float64, "
+            r"but rank 1 expects taps_TNH \[T, 3, 6\] of taps 2, 23, 47; hidden \[T, 6\]",
+            id="another width",
+        ),
+        pytest.param(
+            [replace(TAPS, columns=(2, 47)), HIDDEN], "expects .* of taps 2, 47;", id="other taps"
+        ),
+        pytest.param([HIDDEN, TAPS], "expects hidden", id="another order"),
+        pytest.param([HIDDEN], "expects hidden", id="no taps"),
+    ],
+)
+def test_ends_that_declare_other_fields_name_both(
+    expected: list[BoundaryField], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        agreement([TAPS, HIDDEN], expected)
+
+
+def test_a_declaration_is_let_go_of_with_the_first_step() -> None:
+    wire = Wire()
+    handoff = sender(wire, [BANK, HIDDEN], num_stages=3)
+    handoff.agree()
+    [sent] = wire.unfinished
+    handoff.begin_step(0)
+    assert sent.is_done and sent.tensor() is None
 
 
 def test_stages_may_run_ahead_of_each_other() -> None:

@@ -1,12 +1,16 @@
 """The search for the most even split, against trying all of them, and its refusals."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.draft.tiny import TinyDraftShape, gqa_draft_config, mla_draft_config
+from stagecoach.draft_config import DraftConfig, parse_draft_config
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 from stagecoach.model_config import ModelConfig, parse_model_config
 from stagecoach.pipeline.partition import balance, estimate_layer_costs, partition
@@ -16,6 +20,11 @@ pytestmark = pytest.mark.cpu
 
 def tiny_config(**sizes: object) -> ModelConfig:
     return parse_model_config(kimi_k3_config(TinyShape(**sizes)))  # type: ignore[arg-type]
+
+
+def tiny_draft(config: Callable[[TinyDraftShape], dict[str, Any]]) -> DraftConfig:
+    """Three taps and two layers, for hidden size 64 and a vocabulary of 512."""
+    return parse_draft_config(config(TinyDraftShape()))
 
 
 def group_sums(costs: list[int], counts: tuple[int, ...]) -> list[int]:
@@ -68,8 +77,7 @@ def test_a_heavy_head_and_a_draft_move_layers_to_the_front() -> None:
     plain = tiny_config(vocab_size=512)
     heavy_head = replace(plain, vocab_size=20_000)
     assert partition(heavy_head, 2)[1] < partition(plain, 2)[1]
-    draft_cost = 3 * estimate_layer_costs(plain).layers[-1]
-    assert partition(plain, 2, draft_cost=draft_cost)[1] < partition(plain, 2)[1]
+    assert partition(plain, 2, draft=tiny_draft(mla_draft_config))[1] < partition(plain, 2)[1]
 
 
 def test_costs_follow_the_architecture() -> None:
@@ -84,6 +92,28 @@ def test_costs_follow_the_architecture() -> None:
     assert more_experts_a_token.layers[0] == costs.layers[0], "layer 0 is dense"
     # Two more experts of three 32 x 32 matrices.
     assert more_experts_a_token.layers[1] - costs.layers[1] == 2 * 3 * 32 * 32
+
+
+def test_a_draft_costs_its_context_row_and_one_row_of_a_block() -> None:
+    config = tiny_config()
+
+    def cost(draft: DraftConfig) -> int:
+        with_draft, without = (estimate_layer_costs(config, item) for item in (draft, None))
+        assert with_draft.layers == without.layers
+        assert with_draft.first_stage == without.first_stage
+        return with_draft.last_stage - without.last_stage
+
+    mlp, head = 3 * 64 * 96, 512 * (64 + 16)
+    # Rows cached by each of two layers: of the context, then of the block.
+    row = 64 * (32 + 8)
+    query, absorbed, output = 24 * (64 + 4 * 24), 32 * 4 * (16 + 16), 4 * 16 * 64
+    context = 3 * 64 * 64 + 2 * row
+    latent = context + 2 * (query + row + absorbed + output + mlp) + head
+    assert cost(tiny_draft(mla_draft_config)) == latent
+    row = 64 * 2 * 4 * 16
+    context = 3 * 64 * 64 + 2 * row
+    grouped = context + 2 * (2 * 64 * 4 * 16 + row + mlp) + head
+    assert cost(tiny_draft(gqa_draft_config)) == grouped
 
 
 def test_kimi_linear_has_costs_too() -> None:

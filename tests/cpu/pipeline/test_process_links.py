@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stagecoach.errors import WorkerDiedError
+from stagecoach.errors import ConfigError, WorkerDiedError
 from stagecoach.pipeline import process_links
 from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.handoff import Handoff
@@ -27,9 +27,10 @@ FIELDS = (
     BoundaryField(name="bank_TBH", row_shape=(2, 6), final_after=0),
     BoundaryField(name="empty_TBH", row_shape=(0, 6), final_after=0),
     BoundaryField(name="odd_TH", row_shape=(3,), final_after=1),
+    BoundaryField(name="taps_TNH", row_shape=(3, 8), final_after=1, columns=(-1, 0, 1)),
     BoundaryField(name="hidden_TH", row_shape=(8,), final_after=1),
 )
-TOKEN_COUNTS = (1, 5, 2, 40_000, 3)
+TOKEN_COUNTS = (1, 5, 0, 2, 40_000, 3)
 _JOIN_SECONDS = 60
 
 
@@ -74,6 +75,25 @@ def check_collectives(links: Links, worker: WorkerId) -> None:
     for dim in (0, 1):
         joined = tensor_parallel.all_gather(parts[worker.rank], dim)
         assert torch.equal(joined, torch.cat(of_stage, dim))
+    # Rank 0 of the stage, which on the second stage is not rank 0 of the grid.
+    drafts = torch.arange(6).view(2, 3) + 10 * worker.rank
+    for tensor in (drafts.clone(), drafts.T.contiguous().T):
+        given = tensor_parallel.broadcast(tensor)
+        assert torch.equal(given, drafts - 10 * worker.tp_rank)
+
+
+def check_disagreement(links: Links, worker: WorkerId) -> None:
+    """A message that is shorter than its receive would pass unnoticed: the ends compare first."""
+    is_first = worker.stage == 0
+    incoming, outgoing = ((), FIELDS[:-1]) if is_first else (FIELDS, ())
+    handoff = Handoff(links, worker, TOPOLOGY, incoming, outgoing, DTYPE)
+    try:
+        handoff.agree()
+    except ConfigError as error:
+        assert not is_first and str(error).startswith(f"rank {worker.tp_rank} sends bank_TBH")
+    else:
+        assert is_first, "other fields than were sent are taken"
+        handoff.finish()
 
 
 def work(worker: WorkerId, rendezvous: Path, report: Connection) -> None:
@@ -86,7 +106,9 @@ def work(worker: WorkerId, rendezvous: Path, report: Connection) -> None:
             check_collectives(links, worker)
             is_first = worker.stage == 0
             incoming, outgoing = ((), FIELDS) if is_first else (FIELDS, ())
+            check_disagreement(links, worker)
             handoff = Handoff(links, worker, TOPOLOGY, incoming, outgoing, DTYPE)
+            handoff.agree()
             if is_first:
                 first_stage(handoff)
                 report.send("done")

@@ -105,6 +105,23 @@ def test_all_gather_joins_in_rank_order(dim: int) -> None:
         assert torch.equal(got, torch.cat(parts, dim))
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_broadcast_gives_every_rank_the_first_ones_tensor(size: int) -> None:
+    """Of its own: a rank that goes on to write in it changes no other's."""
+    rounds = [[torch.randint(99, (3, 2)) for _ in range(size)] for _ in range(20)]
+
+    def call(index: int, mesh: ThreadMesh, worker: WorkerId) -> Tensor:
+        tensor_parallel = mesh.links(worker).tensor_parallel
+        got = [tensor_parallel.broadcast(of[index].clone()) for of in rounds]
+        copies = [tensor.clone() for tensor in got]
+        for tensor in got:
+            tensor.fill_(-1 - index)
+        return torch.stack(copies)
+
+    expected = torch.stack([of_first for of_first, *_ in rounds])
+    assert all(torch.equal(got, expected) for got in collective(size, call))
+
+
 def test_the_stages_meet_apart() -> None:
     topology = Topology(num_stages=2, tp_size=2)
     mesh = ThreadMesh(topology)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.runner.logprobs import prompt_logprobs, token_logprobs, top_tokens
-from stagecoach.runner.sampler import sample
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.schedule.step_plan import SamplingEntry
+from tests.cpu.runner.sampling import sample
 
 torch.set_num_threads(1)
 
@@ -105,7 +105,7 @@ def test_sampled_logprobs_come_from_the_raw_logits(values: dict[str, Any]) -> No
         for row, logprobs in enumerate((3, None))
     )
     logits_RV = tied_logits(3, 40, 1)
-    host = sample(logits_RV, [1, 0, 0], [2, 2, 3], table).to_host()
+    host = sample(logits_RV, [1, 0, 0], [2, 2, 3], table)
     assert host.logprobs == [
         None,
         expected_logprobs(logits_RV[1], host.token_ids[1], 3),

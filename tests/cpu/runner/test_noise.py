@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecoach.runner.noise import gumbel_noise, gumbel_noise_at, philox4x32
+from stagecoach.runner.noise import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    TOKEN_STREAM,
+    gumbel_noise,
+    gumbel_noise_at,
+    philox4x32,
+    uniform_noise,
+)
 
 torch.set_num_threads(1)
 
@@ -57,18 +65,26 @@ def test_philox_equals_plain_integer_arithmetic(words: list[int]) -> None:
     assert run_philox(words[:4], words[4:]) == philox_in_python(words[:4], words[4:])
 
 
+STREAMS = st.sampled_from([TOKEN_STREAM, DRAFT_STREAM, ACCEPT_STREAM])
+
+
 @settings(max_examples=30, deadline=None)
-@given(SEEDS, st.integers(0, 2**40), st.integers(1, 70))
-def test_noise_is_the_documented_word(seed: int, position: int, vocab_size: int) -> None:
-    noise_1V = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), vocab_size, "cpu")
+@given(SEEDS, st.integers(0, 2**40), st.integers(1, 70), STREAMS)
+def test_noise_is_the_documented_word(
+    seed: int, position: int, vocab_size: int, stream: int
+) -> None:
+    seeds_1, positions_1 = torch.tensor([seed]), torch.tensor([position])
+    noise_1V = gumbel_noise(seeds_1, positions_1, vocab_size, "cpu", stream)
     assert noise_1V.shape == (1, vocab_size) and noise_1V.dtype == torch.float64
     token_id = vocab_size - 1
     words = philox_in_python(
-        [token_id // 4, position & 0xFFFFFFFF, position >> 32, 0],
+        [token_id // 4, position & 0xFFFFFFFF, position >> 32, stream],
         [seed & 0xFFFFFFFF, seed >> 32],
     )
     uniform = (words[token_id % 4] + 0.5) / 2**32
     assert noise_1V[0, token_id].item() == pytest.approx(-math.log(-math.log(uniform)), rel=1e-14)
+    first = math.exp(-math.exp(-noise_1V[0, 0].item()))
+    assert uniform_noise(seeds_1, positions_1, stream).item() == pytest.approx(first, rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -123,3 +139,21 @@ def test_the_extreme_words_give_finite_noise() -> None:
 
     noise = _gumbel(torch.tensor([0, 2**32 - 1]))
     assert torch.isfinite(noise).all() and noise[0] < -3 and noise[1] > 22
+
+
+def test_streams_are_independent() -> None:
+    seeds_R, positions_R = torch.arange(40), torch.zeros(40, dtype=torch.int64)
+    token, draft = (
+        gumbel_noise(seeds_R, positions_R, 1000, "cpu", stream).flatten()
+        for stream in (TOKEN_STREAM, DRAFT_STREAM)
+    )
+    correlation = torch.corrcoef(torch.stack([token, draft]))[0, 1]
+    # Of 40,000 independent pairs, beyond 4 / sqrt(n) once in 16,000 times.
+    assert correlation.abs() < 4 / math.sqrt(len(token))
+    uniforms = (
+        uniform_noise(torch.zeros(4000, dtype=torch.int64), torch.arange(4000), ACCEPT_STREAM)
+        .sort()
+        .values
+    )
+    expected = (torch.arange(4000) + 0.5) / 4000
+    assert (uniforms - expected).abs().max() < 1.95 / math.sqrt(4000)

@@ -10,72 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stagecoach.request import SamplingParams
-from stagecoach.runner.noise import gumbel_noise
-from stagecoach.runner.sampler import HostRows, sample
-from stagecoach.runner.sampling_table import SamplingTable
-from stagecoach.schedule.step_plan import SamplingEntry
+from stagecoach.runner.noise import DRAFT_STREAM, TOKEN_STREAM, gumbel_noise
+from stagecoach.runner.sampler import choose_tokens, probabilities
+from tests.cpu.runner.sampling import (
+    STOP_ID,
+    HostRows,
+    chi_square,
+    exact_probabilities,
+    make_table,
+    pending_tokens,
+    sample,
+)
 
 torch.set_num_threads(1)
-
-STOP_ID = 3
-
-
-def make_table(
-    vocab_size: int,
-    params: list[dict[str, Any]],
-    *,
-    prompt: tuple[int, ...] = (0, 1),
-    output: tuple[int, ...] = (),
-    seeds: list[int] | None = None,
-) -> SamplingTable:
-    """A table whose row i has params[i]."""
-    table = SamplingTable(len(params), vocab_size, "cpu")
-    table.admit(
-        SamplingEntry(
-            row=row,
-            request_id=row,
-            params=SamplingParams(**values),
-            seed=row if seeds is None else seeds[row],
-            stop_token_ids=(STOP_ID,),
-            num_prompt_tokens=len(prompt),
-            token_ids=(*prompt, *output),
-        )
-        for row, values in enumerate(params)
-    )
-    return table
-
-
-def probabilities(
-    logits: list[float],
-    params: SamplingParams,
-    prompt: tuple[int, ...],
-    output: tuple[int, ...],
-) -> list[float]:
-    """Slow reference in plain Python: the exact distribution of one row."""
-    values = list(logits)
-    for token_id, bias in params.logit_bias.items():
-        values[token_id] += bias
-    if len(output) < params.min_tokens:
-        values[STOP_ID] = -math.inf
-    for token_id in {*prompt, *output}:
-        value, penalty = values[token_id], params.repetition_penalty
-        values[token_id] = value / penalty if value > 0 else value * penalty
-    for token_id in output:
-        values[token_id] -= params.frequency_penalty
-    for token_id in set(output):
-        values[token_id] -= params.presence_penalty
-    weights = [math.exp((value - max(values)) / params.temperature) for value in values]
-    weights = [weight if weight >= params.min_p else 0.0 for weight in weights]
-    order = sorted(range(len(weights)), key=lambda token_id: (-weights[token_id], token_id))
-    if params.top_k > 0:
-        for token_id in order[params.top_k :]:
-            weights[token_id] = 0.0
-    total, mass = sum(weights), 0.0
-    for token_id in order:
-        if mass >= params.top_p * total and params.top_p < 1.0:
-            weights[token_id] = 0.0
-        mass += weights[token_id]
-    return [weight / sum(weights) for weight in weights]
 
 
 LOGITS = [1.0, -0.5, 2.0, 0.3, -2.0, 1.0, 0.0, -1.0]
@@ -112,8 +59,8 @@ def test_the_distribution_is_exact(values: dict[str, Any], dtype: torch.dtype) -
     logits_RV = torch.tensor(LOGITS, dtype=dtype).repeat(num_draws, 1)
     position = len(PROMPT) + len(OUTPUT)
     token_ids_R = sample(logits_RV, range(num_draws), [position] * num_draws, table).token_ids_R
-    expected = probabilities(LOGITS, SamplingParams(**values), PROMPT, OUTPUT)
-    assert_drawn_from(token_ids_R, expected)
+    expected = exact_probabilities(LOGITS, SamplingParams(**values), PROMPT, OUTPUT)
+    assert chi_square(token_ids_R, expected) < 3.09
 
 
 @pytest.mark.parametrize("values", [{}, {"top_p": 0.8}, {"top_k": 4}], ids=str)
@@ -122,31 +69,11 @@ def test_positions_of_one_request_are_independent_draws(values: dict[str, Any]) 
     table = make_table(len(LOGITS), [values], seeds=[12345])
     logits_RV = torch.tensor(LOGITS).repeat(num_draws, 1)
     token_ids_R = sample(logits_RV, [0] * num_draws, range(num_draws), table).token_ids_R
-    expected = probabilities(LOGITS, SamplingParams(**values), (0, 1), ())
-    assert_drawn_from(token_ids_R, expected)
+    expected = exact_probabilities(LOGITS, SamplingParams(**values), (0, 1), ())
+    assert chi_square(token_ids_R, expected) < 3.09
     pairs_R = token_ids_R[0::2] * len(LOGITS) + token_ids_R[1::2]
-    assert_drawn_from(pairs_R, [first * second for first in expected for second in expected])
-
-
-def assert_drawn_from(token_ids_R: Tensor, expected: list[float]) -> None:
-    """Chi-square at the 99.9 % point, by the approximation of Wilson and Hilferty (1931)."""
-    num_draws = len(token_ids_R)
-    counts = token_ids_R.bincount(minlength=len(expected)).tolist()
-    assert len(counts) == len(expected)
-    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0.0)
-    # Cells too rare for the approximation are pooled.
-    cells = [(count, num_draws * p) for count, p in zip(counts, expected, strict=True) if p > 0]
-    rare = [cell for cell in cells if cell[1] < 5.0]
-    cells = [cell for cell in cells if cell[1] >= 5.0]
-    if rare:
-        cells.append((sum(count for count, _ in rare), sum(mean for _, mean in rare)))
-    chi_square = sum((count - mean) ** 2 / mean for count, mean in cells)
-    degrees = len(cells) - 1
-    if degrees == 0:
-        assert chi_square < 1e-9
-        return
-    spread = 2.0 / (9.0 * degrees)
-    assert chi_square < degrees * (1.0 - spread + 3.09 * math.sqrt(spread)) ** 3
+    pair_p = [first * second for first in expected for second in expected]
+    assert chi_square(pairs_R, pair_p) < 3.09
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
@@ -182,12 +109,12 @@ def test_a_row_is_the_same_alone_in_a_batch_and_in_any_order(
     logits_RV[:, 5:300:7] = logits_RV[:, 5:6]  # ties
     table = make_table(vocab_size, params, output=(2, 5, 5))
     positions = [5 + row for row in range(len(params))]
-    together = sample(logits_RV, range(len(params)), positions, table).to_host()
+    together = sample(logits_RV, range(len(params)), positions, table)
     order = list(range(len(params)))
     random.shuffle(order)
-    shuffled = sample(logits_RV[order], order, [positions[row] for row in order], table).to_host()
+    shuffled = sample(logits_RV[order], order, [positions[row] for row in order], table)
     for place, row in enumerate(order):
-        alone = sample(logits_RV[row : row + 1], [row], [positions[row]], table).to_host()
+        alone = sample(logits_RV[row : row + 1], [row], [positions[row]], table)
         in_batch = HostRows([together.token_ids[row]], [together.logprobs[row]])
         in_shuffle = HostRows([shuffled.token_ids[place]], [shuffled.logprobs[place]])
         assert alone == in_batch == in_shuffle
@@ -201,16 +128,50 @@ def test_the_choice_is_the_noisy_argmax_over_the_reference_distribution(
     vocab_size = 700
     logits_RV = random_logits(1, vocab_size, seed).to(torch.float64)
     table = make_table(vocab_size, [values], output=(2, 5, 5), seeds=[seed])
-    (token_id,) = sample(logits_RV, [0], [5], table).to_host().token_ids
+    (token_id,) = sample(logits_RV, [0], [5], table).token_ids
     params = SamplingParams(**values)
     is_greedy = params.is_greedy
     if is_greedy:
         params = SamplingParams(**{**values, "temperature": 1.0, "top_k": 1})
     exact = torch.tensor(
-        probabilities(logits_RV[0].tolist(), params, (0, 1), (2, 5, 5)), dtype=torch.float64
+        exact_probabilities(logits_RV[0].tolist(), params, (0, 1), (2, 5, 5)),
+        dtype=torch.float64,
     )
+    p_RV = probabilities(logits_RV, [0], torch.tensor([5]), table)
+    assert p_RV.dtype == torch.float64
+    assert torch.allclose(p_RV[0], exact, rtol=1e-9, atol=0.0)
     noise_V = gumbel_noise(torch.tensor([seed]), torch.tensor([5]), vocab_size, "cpu")[0]
     assert token_id == int((exact.log() + (0.0 if is_greedy else noise_V)).argmax())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 100), st.sampled_from([12, 700]))
+def test_probabilities_are_what_tokens_are_drawn_from(
+    params: list[dict[str, Any]], seed: int, vocab_size: int
+) -> None:
+    """For rows of every kind beside each other, and with noise from elsewhere."""
+    params = [
+        values | {"logit_bias": {key % vocab_size: 5.0 for key in values.get("logit_bias", {})}}
+        for values in params
+    ]
+    logits_RV = random_logits(len(params), vocab_size, seed)
+    logits_RV[:, 1:10:3] = logits_RV[:, 1:2]  # ties
+    table = make_table(vocab_size, params, output=(2, 5, 5))
+    rows, positions_R = list(range(len(params))), torch.arange(5, 5 + len(params))
+    pending = pending_tokens([[row % 4] * (row % 3) for row in rows])
+    p_RV = probabilities(logits_RV, rows, positions_R, table, pending)
+    assert torch.allclose(p_RV.sum(-1), torch.ones(len(params)))
+    for stream in (TOKEN_STREAM, DRAFT_STREAM):
+        noise_RV = gumbel_noise(table.seeds_N, positions_R, vocab_size, "cpu", stream)
+        other_RV = None if stream == TOKEN_STREAM else noise_RV
+        chosen_R = choose_tokens(logits_RV, rows, positions_R, table, pending, other_RV)
+        # Probabilities are rounded once more than what is chosen from.
+        scores_RV = p_RV.log() + noise_RV
+        best_R = scores_RV.amax(-1)
+        chosen_score_R = scores_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
+        assert (chosen_score_R >= best_R - 1e-5).all()
+        greedy = [row for row in rows if table.traits(row).is_greedy]
+        assert torch.equal(chosen_R[greedy], p_RV[greedy].argmax(-1))
 
 
 def test_seeds_decide_and_neighbours_do_not() -> None:
@@ -298,7 +259,7 @@ def test_bias_and_masks_stay_in_their_row_and_the_logits_are_not_changed() -> No
         {"temperature": 0.0, "frequency_penalty": 1.0, "min_tokens": 9},
     ]
     table = make_table(20, params, output=(4,))
-    host = sample(logits_RV, [0, 1, 2], [3, 3, 3], table).to_host()
+    host = sample(logits_RV, [0, 1, 2], [3, 3, 3], table)
     assert host.token_ids[:2] == [7, int(before[1].argmax())]
     assert torch.equal(logits_RV, before)
 
@@ -332,7 +293,7 @@ def test_a_window_equals_one_token_at_a_time(values: dict[str, Any]) -> None:
     for index in range(width):
         sampled = sample(logits_RV[index : index + 1], [1], [3 + index], table)
         table.append([1], sampled.token_ids_R)
-        one_by_one.append(sampled.to_host())
+        one_by_one.append(sampled)
     token_ids = [host.token_ids[0] for host in one_by_one]
     window_table = make_table(12, [{}, values], output=(4,), seeds=[0, 5])
     window = sample(
@@ -341,7 +302,7 @@ def test_a_window_equals_one_token_at_a_time(values: dict[str, Any]) -> None:
         range(3, 3 + width),
         window_table,
         pending=[token_ids[:index] for index in range(width)],
-    ).to_host()
+    )
     assert window.token_ids == token_ids
     assert window.logprobs == [host.logprobs[0] for host in one_by_one]
     window_table.append([1] * width, torch.tensor(token_ids))
@@ -361,11 +322,11 @@ def test_a_poisoned_row_does_not_disturb_its_neighbours(poison: float) -> None:
     ]
     table = make_table(vocab_size, [*params, *params], output=(3,))
     logits_RV = random_logits(10, vocab_size)
-    clean = sample(logits_RV[:5], range(5), [3] * 5, table).to_host()
+    clean = sample(logits_RV[:5], range(5), [3] * 5, table)
     for is_whole_row in (False, True):
         poisoned_RV = logits_RV.clone()
         poisoned_RV[5:, slice(None) if is_whole_row else 17] = poison
-        host = sample(poisoned_RV, range(10), [3] * 10, table).to_host()
+        host = sample(poisoned_RV, range(10), [3] * 10, table)
         assert host.token_ids[:5] == clean.token_ids
         assert host.logprobs[:5] == clean.logprobs
         assert all(0 <= token_id < vocab_size for token_id in host.token_ids)
@@ -375,4 +336,4 @@ def test_a_poisoned_row_does_not_disturb_its_neighbours(poison: float) -> None:
 
 def test_no_rows_give_no_tokens() -> None:
     table = make_table(5, [{}])
-    assert sample(torch.empty(0, 5), [], [], table).to_host() == HostRows([], [])
+    assert sample(torch.empty(0, 5), [], [], table) == HostRows([], [])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.runner.step_inputs import (
+    build_block_context,
     build_sample_inputs,
     build_step_tensors,
     build_target_inputs,
@@ -46,6 +47,9 @@ def cases(draw: st.DrawFn) -> Case:
         length = max(1 if is_window else 2, length)
         num_pages = -(-(start + length) // block_size) + draw(st.integers(0, 2))
         pages, free_pages = free_pages[:num_pages], free_pages[num_pages:]
+        # Only what is sampled has drafts.
+        can_rest = not is_window or length == 1
+        sampling_row = draw(st.none() | st.integers(0, 9) if can_rest else st.integers(0, 9))
         has_targets = draw(st.booleans())
         num_targets = draw(st.integers(1, length)) if has_targets else 0
         token_ids = draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
@@ -61,7 +65,8 @@ def cases(draw: st.DrawFn) -> Case:
                 replay=draw(st.integers(0, 3)) if start else 0,
                 write_slot=40 + index,
                 page_table=pack_page_table(pages),
-                sampling_row=draw(st.none() | st.integers(0, 9)),
+                sampling_row=sampling_row,
+                proposes=sampling_row is not None and draw(st.booleans()),
                 prompt_logprob_targets=tuple(targets),
                 num_prompt_logprobs=draw(st.integers(0, 3)) if targets else 0,
             )
@@ -197,22 +202,72 @@ def test_padding_and_flattening_are_inverse_and_padding_points_at_token_0(case: 
 
 @settings(deadline=None)
 @given(cases())
-def test_sampling_reads_the_last_token_of_each_segment_that_samples(case: Case) -> None:
+def test_sampling_reads_the_anchor_and_every_draft_of_each_segment_that_samples(case: Case) -> None:
+    """A loop over segments; ragged, missing and full rows of drafts alike."""
     inputs = build_sample_inputs(case.plan)
-    indices, tokens, rows, positions, offset = [], [], [], [], 0
+    indices, first_rows, tokens, rows, positions, offset = [], [], [], [], [], 0
+    segment_of_row, places, drafts, pending = [], [], [], []
     for index, segment in enumerate(case.plan.segments):
         offset += segment.num_tokens
-        if segment.sampling_row is not None:
-            indices.append(index)
-            tokens.append(offset - 1)
+        if segment.sampling_row is None:
+            continue
+        num_drafts = segment.num_draft_tokens
+        window = segment.token_ids[segment.num_tokens - 1 - num_drafts :]
+        first_rows.append(len(tokens))
+        for place in range(1 + num_drafts):
+            tokens.append(offset - 1 - num_drafts + place)
             rows.append(segment.sampling_row)
-            positions.append(segment.start + segment.num_tokens)
+            positions.append(segment.end - num_drafts + place)
+            segment_of_row.append(len(indices))
+            places.append(place)
+            drafts.append(window[place + 1] if place < num_drafts else -1)
+            pending.append(list(window[1 : place + 1]))
+        indices.append(index)
     assert list(inputs.segments) == indices
+    assert inputs.first_rows == first_rows
     assert inputs.token_index_R.tolist() == tokens
-    assert inputs.token_index_R.dtype == torch.int64
+    assert inputs.token_index_R.dtype == inputs.positions_R.dtype == torch.int64
     assert inputs.sampling_rows == rows
-    assert inputs.positions == positions
-    assert case.plan.num_samples == len(rows)
+    assert inputs.positions_R.tolist() == positions
+    windows = inputs.windows
+    assert (windows is None) == (len(tokens) == len(indices))
+    if windows is None:
+        return
+    assert windows.segment_R.tolist() == segment_of_row
+    assert windows.place_R.tolist() == places
+    assert windows.draft_ids_R.tolist() == drafts
+    ends = [*first_rows[1:], len(tokens)]
+    assert windows.num_drafts_S == [
+        end - first - 1 for first, end in zip(first_rows, ends, strict=True)
+    ]
+    widest = max(windows.num_drafts_S) + 1
+    assert windows.rows_SW.tolist() == [
+        [min(first + place, end - 1) for place in range(widest)]
+        for first, end in zip(first_rows, ends, strict=True)
+    ]
+    assert [
+        ids[is_real].tolist()
+        for ids, is_real in zip(
+            windows.pending.token_ids_RJ, windows.pending.is_real_RJ, strict=True
+        )
+    ] == pending
+    assert (windows.pending.token_ids_RJ >= 0).all()
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_block_reads_the_cache_rows_of_its_segment(case: Case) -> None:
+    proposing = [segment for segment in case.plan.segments if segment.proposes]
+    if not proposing:
+        return
+    step = build_step_tensors(case.plan, case.block_size)
+    context_rows_NL = build_block_context(case.plan, step)
+    assert context_rows_NL.dtype == torch.int64
+    assert len(context_rows_NL) == len(proposing)
+    for rows_L, segment in zip(context_rows_NL.tolist(), proposing, strict=True):
+        assert rows_L[: segment.end] == [
+            cache_row(segment, position, case.block_size) for position in range(segment.end)
+        ]
 
 
 @settings(deadline=None)

@@ -2,18 +2,22 @@
 
 A KDA state is a fold over all tokens and a cache row is a function of the tokens before it, so
 one number, the hash of a token prefix, stands for both: a slot holds the hash of the prefix that
-it is the state of, a page row the hash of the prefix that ends with its token. A stage asserts
-that every slot and page row it reads holds exactly the prefix that the segment claims, and
-freshly poisoned memory holds nothing. The next token is a function of the prefix alone, so that
-every schedule of a request must give the same output as `one_shot`.
+it is the state of and, as its record, the drafts behind it; a page row the hash of the prefix
+that ends with its token. A stage folds what the segment replays and asserts that it then stands
+exactly before the segment, that every page row it reads holds the prefix that the segment claims,
+and freshly poisoned memory holds nothing. The next token is a function of the prefix alone, so
+that every schedule of a request must give the same output as `one_shot`.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import msgspec
 
 from stagecoach.request import Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.step_plan import (
     NULL_PAGE,
@@ -24,6 +28,8 @@ from stagecoach.schedule.step_plan import (
     StepPlan,
     StepResult,
 )
+from stagecoach.schedule.verify_window import VerifyWindow
+from tests.cpu.schedule.fake_drafter import FakeDrafter, FakePolicy
 
 VOCAB_SIZE = 13
 EOS = 0
@@ -87,13 +93,18 @@ def one_shot(prompt: Sequence[int], params: SamplingParams, seed: int, max_token
     )
 
 
+class SlotContent(NamedTuple):
+    prefix: int  # hash of the tokens that the state is the fold of
+    record: tuple[int, ...] = ()  # the drafts behind them
+
+
 class Stage:
     """One stage's simulated memory. None is NaN: nobody may read it."""
 
     def __init__(self, num_pages: int, num_slots: int, block_size: int) -> None:
         self.block_size = block_size
-        self.slots: list[int | None] = [None] * num_slots
-        self.slots[ZERO_SLOT] = EMPTY_PREFIX
+        self.slots: list[SlotContent | None] = [None] * num_slots
+        self.slots[ZERO_SLOT] = SlotContent(EMPTY_PREFIX)
         self.pages: list[list[int | None]] = [[None] * block_size for _ in range(num_pages)]
 
     def run(self, plan: StepPlan) -> list[list[int]]:
@@ -104,12 +115,18 @@ class Stage:
             self.slots[slot] = None
         inputs = [self.slots[segment.read_slot] for segment in plan.segments]
         return [
-            self._run_segment(plan, segment, prefix)
-            for segment, prefix in zip(plan.segments, inputs, strict=True)
+            self._run_segment(plan, segment, content)
+            for segment, content in zip(plan.segments, inputs, strict=True)
         ]
 
-    def _run_segment(self, plan: StepPlan, segment: Segment, prefix: int | None) -> list[int]:
-        assert prefix is not None, f"reads a poisoned slot:\n{plan.marked(segment)}"
+    def _run_segment(
+        self, plan: StepPlan, segment: Segment, content: SlotContent | None
+    ) -> list[int]:
+        assert content is not None, f"reads a poisoned slot:\n{plan.marked(segment)}"
+        assert segment.replay <= len(content.record), f"no such record:\n{plan.marked(segment)}"
+        prefix = content.prefix
+        for token_id in content.record[: segment.replay]:
+            prefix = extend(prefix, token_id)
         pages = segment.page_ids
         assert NULL_PAGE not in pages and len(set(pages)) == len(pages), plan.marked(segment)
         if segment.start:
@@ -123,14 +140,19 @@ class Stage:
             page, row = divmod(position, self.block_size)
             self.pages[pages[page]][row] = prefix
             hashes.append(prefix)
-        self.slots[segment.write_slot] = prefix
+        num_certain = segment.num_tokens - segment.num_draft_tokens
+        self.slots[segment.write_slot] = SlotContent(
+            hashes[num_certain - 1], segment.token_ids[num_certain:]
+        )
         return hashes
 
     def check_history(self, plan: StepPlan, segment: Segment, token_ids: Sequence[int]) -> None:
         """After the plan: slot and pages hold exactly the prefixes of `token_ids`."""
         hashes = prefix_hashes(token_ids)
         assert len(hashes) == segment.end, plan.marked(segment)
-        assert self.slots[segment.write_slot] == hashes[-1], plan.marked(segment)
+        num_certain = segment.end - segment.num_draft_tokens
+        expected_slot = SlotContent(hashes[num_certain - 1], tuple(token_ids[num_certain:]))
+        assert self.slots[segment.write_slot] == expected_slot, plan.marked(segment)
         for position, expected in enumerate(hashes):
             page, row = divmod(position, self.block_size)
             assert self.pages[segment.page_ids[page]][row] == expected, (
@@ -141,7 +163,15 @@ class Stage:
 class FakeExecutor:
     """A pipeline of stages; each runs its plans in order, whenever it is told to."""
 
-    def __init__(self, num_stages: int, num_pages: int, num_slots: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        num_pages: int,
+        num_slots: int,
+        block_size: int,
+        drafter: FakeDrafter | None = None,
+    ) -> None:
+        self.drafter = drafter
         self.stages = [Stage(num_pages, num_slots, block_size) for _ in range(num_stages)]
         self.inboxes: list[deque[bytes]] = [deque() for _ in range(num_stages)]
         self.num_run = [0] * num_stages
@@ -167,8 +197,8 @@ class FakeExecutor:
             return
         for segment in plan.segments:
             history = self.histories.setdefault((segment.request_id, segment.epoch), [])
-            assert len(history) == segment.start, plan.marked(segment)
-            history.extend(segment.token_ids)
+            assert len(history) >= segment.start, plan.marked(segment)
+            history[segment.start :] = segment.token_ids  # rejected drafts are overwritten
             self.stages[stage].check_history(plan, segment, history)
         self.table.update((entry.row, entry) for entry in plan.admissions)
         rows = tuple(map(self._row, plan.segments, hashes))
@@ -185,24 +215,48 @@ class FakeExecutor:
             token_logprob(prefix, target)
             for prefix, target in zip(hashes, segment.prompt_logprob_targets, strict=False)
         )
-        token_ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if segment.sampling_row is not None:
-            entry = self.table[segment.sampling_row]
-            assert entry.request_id == segment.request_id, f"row of another request: {segment}"
-            num_outputs = segment.end - entry.num_prompt_tokens
-            is_masked = num_outputs < entry.params.min_tokens
-            token = next_token(hashes[-1], entry.seed, entry.stop_token_ids if is_masked else ())
-            token_ids = (token,)
-            if entry.params.logprobs is not None:
-                logprobs = (token_logprob(hashes[-1], token),)
-        return RowResult(
+        row = RowResult(
             request_id=segment.request_id,
             epoch=segment.epoch,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=(),
             prompt_logprobs=prompt_logprobs,
         )
+        return row if segment.sampling_row is None else self._sampled(segment, hashes, row)
+
+    def _sampled(self, segment: Segment, hashes: list[int], row: RowResult) -> RowResult:
+        assert segment.sampling_row is not None
+        entry = self.table[segment.sampling_row]
+        assert entry.request_id == segment.request_id, f"row of another request: {segment}"
+        first = segment.end - segment.num_draft_tokens - entry.num_prompt_tokens
+        prefixes = hashes[-1 - segment.num_draft_tokens :]
+        sampled = [
+            _sample(entry, prefix, num_outputs)
+            for num_outputs, prefix in enumerate(prefixes, start=first)
+        ]
+        token_ids = VerifyWindow.of(segment).row(sampled)
+        if entry.params.logprobs is not None:
+            logprobs = tuple(map(token_logprob, prefixes, token_ids))
+            row = msgspec.structs.replace(row, logprobs=logprobs)
+        row = msgspec.structs.replace(row, token_ids=token_ids)
+        if not segment.proposes:
+            return row
+        assert self.drafter is not None, f"proposes without a drafter: {segment}"
+        right_ids: list[int] = []
+        prefix, num_outputs = prefixes[len(token_ids) - 1], first + len(token_ids)
+        prefix = extend(prefix, token_ids[-1])
+        for _ in range(self.drafter.num_draft_tokens):
+            right_ids.append(_sample(entry, prefix, num_outputs + len(right_ids)))
+            prefix = extend(prefix, right_ids[-1])
+        drafts = self.drafter.propose(right_ids, VOCAB_SIZE)
+        return msgspec.structs.replace(
+            row, draft_token_ids=drafts.token_ids, confidences=drafts.confidences
+        )
+
+
+def _sample(entry: SamplingEntry, prefix: int, num_outputs: int) -> int:
+    """The token behind a prefix that holds `num_outputs` outputs."""
+    is_masked = num_outputs < entry.params.min_tokens
+    return next_token(prefix, entry.seed, entry.stop_token_ids if is_masked else ())
 
 
 class Limits(NamedTuple):
@@ -215,23 +269,37 @@ class Limits(NamedTuple):
     max_model_len: int = 64
     num_pages: int = 65
     num_slots: int | None = None  # None: one a sequence
+    num_draft_tokens: int = 0
 
 
 class Harness:
     """A scheduler over a fake executor, with the promises that hold at every moment checked."""
 
-    def __init__(self, limits: Limits, *, debug_poison: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        debug_poison: bool = True,
+        policy: FakePolicy | None = None,
+        drafter: FakeDrafter | None = None,
+    ) -> None:
+        """With drafts, the longest windows of mixed drafts unless told otherwise."""
+        if limits.num_draft_tokens:
+            policy = policy or FakePolicy()
+            drafter = drafter or FakeDrafter(limits.num_draft_tokens)
         num_slots = limits.num_slots or limits.max_num_seqs + 1
         self.limits = limits
         self.scheduler = Scheduler(
             **{**limits._asdict(), "num_slots": num_slots},
             eos_token_ids=(EOS,),
             vocab_size=VOCAB_SIZE,
+            policy=cast(DraftPolicy | None, policy),
             debug_poison=debug_poison,
         )
         self.executor = FakeExecutor(
-            limits.num_stages, limits.num_pages, num_slots, limits.block_size
+            limits.num_stages, limits.num_pages, num_slots, limits.block_size, drafter
         )
+        self.policy = policy
         self.requests: dict[int, Request] = {}
         self.progress: dict[int, list[Progress]] = {}
         self.plans: list[StepPlan] = []
@@ -279,11 +347,14 @@ class Harness:
         while not self.executor.results:
             self.executor.drain()
         plan = self.plans[self._committed]
-        items = self.scheduler.commit(self.executor.results.popleft())
+        result = self.executor.results.popleft()
+        items = self.scheduler.commit(result)
         self._committed += 1
-        for segment in plan.segments:
+        for segment, row in zip(plan.segments, result.rows, strict=True):
             if segment.sampling_row is not None:
-                self._samples_in_flight.discard((segment.request_id, segment.epoch))
+                key = (segment.request_id, segment.epoch)
+                self._samples_in_flight.discard(key)
+                self._ends[key] = segment.end - segment.num_draft_tokens + len(row.token_ids) - 1
         for item in items:
             assert not self.is_ended(item.request_id), f"progress after the end: {item}"
             self.progress[item.request_id].append(item)
@@ -325,6 +396,20 @@ class Harness:
             else:
                 actual = Outcome(token_ids, logprobs, prompt_logprobs, reason.value)
                 assert actual == expected, f"request {request_id}"
+            self._check_counts(request, items[-1])
+        if self.policy is not None:
+            assert sorted(self.policy.forgotten) == sorted(self.requests)
+
+    def _check_counts(self, request: Request, last: Progress) -> None:
+        """I36: as the policy was told, which counts only rows that verified drafts."""
+        windows = self.policy.windows if self.policy is not None else []
+        own = [window for window in windows if window[0] == request.request_id]
+        assert all(num_drafts >= 1 for _, num_drafts, _ in own)
+        assert (last.num_windows, last.num_draft_tokens, last.num_accepted_tokens) == (
+            len(own),
+            sum(num_drafts for _, num_drafts, _ in own),
+            sum(num_accepted for _, _, num_accepted in own),
+        )
 
     def _check_plan(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -346,13 +431,24 @@ class Harness:
                 f"spans are not adjacent:\n{plan.marked(segment)}"
             )
             self._ends[key] = segment.end
-            assert segment.token_ids == request.token_ids(segment.start, segment.end)
-            num_pages = -(-segment.end // limits.block_size)
-            assert len(segment.page_ids) == num_pages, f"bad pages:\n{plan.marked(segment)}"
-            is_final = segment.end == request.num_tokens
+            certain_end = segment.end - segment.num_draft_tokens
+            certain = segment.token_ids[: segment.num_tokens - segment.num_draft_tokens]
+            assert certain == request.token_ids(segment.start, certain_end)
+            # A window may have left pages that its drafts filled in vain.
+            fewest = -(-segment.end // limits.block_size)
+            most = -(-(certain_end + limits.num_draft_tokens) // limits.block_size)
+            assert fewest <= len(segment.page_ids) <= most, f"bad pages:\n{plan.marked(segment)}"
+            is_final = certain_end == request.num_tokens
             assert (segment.sampling_row is not None) == is_final, plan.marked(segment)
             if is_final:
                 self._samples_in_flight.add(key)
+                self._check_window(plan, segment, request)
+
+    def _check_window(self, plan: StepPlan, segment: Segment, request: Request) -> None:
+        num_left = request.max_tokens - len(request.output_token_ids)
+        assert segment.num_draft_tokens <= self.limits.num_draft_tokens, plan.marked(segment)
+        assert segment.num_draft_tokens < num_left, f"a row too long:\n{plan.marked(segment)}"
+        assert num_left >= 3 or not segment.proposes, f"drafts for nobody:\n{plan}"
 
 
 def prompt(length: int, first: int = 1) -> list[int]:

@@ -93,14 +93,59 @@ def test_a_middle_chunk_changes_nothing_but_the_counts() -> None:
 
 def test_a_row_is_appended_with_its_logprobs_and_cut_with_them() -> None:
     request = make_request(logprobs=0)
-    segment = make_segment(4, (9, 5, 6), num_draft_tokens=2, sampling_row=0)
-    row = make_row((5, 0, 7), logprobs=logprobs(5, 0, 7))
+    segment = make_segment(4, (9, 5, 0, 6), num_draft_tokens=3, sampling_row=0, proposes=True)
+    row = make_row((5, 0, 7), logprobs=logprobs(5, 0, 7), draft_token_ids=(8,))
     assert apply_row(request, segment, row, EOS_TOKEN_IDS) == Progress(
-        request_id=3, token_ids=(5, 0), logprobs=logprobs(5, 0), finish_reason=STOP, steps=1
+        request_id=3,
+        token_ids=(5, 0),
+        logprobs=logprobs(5, 0),
+        finish_reason=STOP,
+        steps=1,
+        num_windows=1,
+        num_draft_tokens=3,
+        num_accepted_tokens=2,
     )
-    assert request.output_token_ids == [5, 0]
+    assert request.output_token_ids == [5, 0] and not request.draft_token_ids
     assert request.output_logprobs == list(logprobs(5, 0))
     assert request.finish_reason is STOP and not request.is_sample_in_flight
+
+
+@pytest.mark.parametrize(
+    ("row_ids", "num_computed", "num_replay"),
+    [((7,), 5, 0), ((5, 7), 6, 1), ((5, 6, 7), 7, 2), ((5, 6, 8, 7), 8, 3)],
+)
+def test_a_row_moves_the_request_behind_its_accepted_drafts(
+    row_ids: tuple[int, ...], num_computed: int, num_replay: int
+) -> None:
+    """I23, I27: all follows from the row's length; what it rejects is nowhere."""
+    request = make_request()
+    request.max_tokens = 20
+    request.output_token_ids.append(9)
+    segment = make_segment(4, (9, 5, 6, 8), num_draft_tokens=3, sampling_row=0, proposes=True)
+    request.num_computed = segment.end
+    row = make_row(row_ids, draft_token_ids=(1, 2), confidences=(0.5, 0.25))
+    item = apply_row(request, segment, row, EOS_TOKEN_IDS)
+    assert item is not None and item.token_ids == row_ids
+    assert request.output_token_ids == [9, *row_ids]
+    assert (request.num_computed, request.num_replay) == (num_computed, num_replay)
+    assert request.num_computed == request.num_tokens - 1
+    assert (request.draft_token_ids, request.confidences) == ((1, 2), (0.5, 0.25))
+    assert (item.num_windows, item.num_draft_tokens, item.num_accepted_tokens) == (1, 3, num_replay)
+
+
+def test_rows_without_drafts_count_no_window() -> None:
+    """I36: neither a prompt's last chunk nor a plain decode."""
+    request = make_request()
+    request.num_computed = 4
+    chunk = make_segment(0, (5, 6, 7, 8), sampling_row=0)
+    assert apply_row(request, chunk, make_row((9,)), EOS_TOKEN_IDS) == Progress(
+        request_id=3, token_ids=(9,), steps=1
+    )
+    assert (request.num_computed, request.num_replay) == (4, 0)
+    request.num_computed = 5
+    item = apply_row(request, make_segment(4, (9,), sampling_row=0), make_row((6,)), EOS_TOKEN_IDS)
+    assert item == Progress(request_id=3, token_ids=(6,), steps=2)
+    assert (request.num_computed, request.num_replay) == (5, 0)
 
 
 def test_prompt_logprobs_of_a_middle_chunk_are_told_at_once() -> None:
@@ -127,6 +172,21 @@ def test_prompt_logprobs_are_not_told_twice() -> None:
         (make_segment(0, (5, 6)), make_row((7,)), "middle chunk returned tokens"),
         (make_segment(0, (5, 6), sampling_row=0), make_row(), "bad row"),
         (make_segment(0, (5, 6), sampling_row=0), make_row((7, 8)), "bad row"),
+        (
+            make_segment(4, (9, 5), num_draft_tokens=1, sampling_row=0),
+            make_row((6, 7)),
+            "opens with accepted drafts",
+        ),
+        (
+            make_segment(4, (9,), sampling_row=0),
+            make_row((6,), draft_token_ids=(7,)),
+            "drafts unasked",
+        ),
+        (
+            make_segment(4, (9,), sampling_row=0, proposes=True),
+            make_row((6,), draft_token_ids=(7, 8), confidences=(0.5,)),
+            "one a draft",
+        ),
         (make_segment(0, (5, 6), sampling_row=0), make_row((7,)), "logprobs are missing"),
         (
             make_segment(0, (5, 6), prompt_logprob_targets=(6, 7)),

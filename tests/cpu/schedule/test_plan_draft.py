@@ -74,3 +74,30 @@ def test_a_window_is_the_newest_token() -> None:
     assert (segment.read_slot, segment.write_slot, segment.page_ids) == (4, 4, (7, 8))
     assert (plan.step, plan.poison_pages, plan.poison_slots) == (9, (3, 5), (1, 2))
     assert not plan.admissions
+
+
+def test_a_window_takes_the_first_drafts_and_uses_all_of_them_up() -> None:
+    """I14, I31: full, ragged and missing rows are its own drafts, in their order."""
+    for num_drafts in range(4):
+        request = make_request()
+        request.output_token_ids.append(20)
+        request.num_computed, request.num_replay = 6, 2
+        request.draft_token_ids, request.confidences = (21, 22, 23), (0.9, 0.8, 0.7)
+        draft = PlanDraft(10, frozenset())
+        draft.add_window(request, num_drafts, proposes=True)
+        [segment] = draft.finish(0).segments
+        assert segment.token_ids == (20, 21, 22, 23)[: 1 + num_drafts]
+        assert (segment.start, segment.num_draft_tokens) == (6, num_drafts)
+        assert (segment.replay, segment.proposes) == (2, True)
+        assert draft.budget == 9 - num_drafts
+        assert (request.draft_token_ids, request.confidences) == ((), ())
+        assert (request.num_computed, request.num_replay) == (7 + num_drafts, 0)
+
+
+def test_only_what_samples_may_propose() -> None:
+    draft = PlanDraft(10, frozenset())
+    with pytest.raises(AssertionError, match="not sampled"):
+        draft.add_chunk(make_request(), 4, proposes=True)
+    draft.add_chunk(make_request(), 6, proposes=True)
+    [segment] = draft.finish(0).segments
+    assert segment.proposes and segment.sampling_row == 2

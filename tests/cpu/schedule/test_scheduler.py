@@ -3,7 +3,8 @@
 import pytest
 
 from stagecoach.errors import PlanDivergenceError, RequestError
-from stagecoach.request import FinishReason, SamplingParams
+from stagecoach.request import FinishReason, Request, SamplingParams
+from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.step_plan import StepPlan, StepResult
 from tests.cpu.schedule.fake_executor import (
     EOS,
@@ -291,7 +292,7 @@ def test_a_budget_below_a_page_makes_progress(budget: int) -> None:
 def test_a_silent_stall_is_an_assertion_with_the_numbers() -> None:
     harness = Harness(Limits(num_pages=1 + 4, max_model_len=16))
     harness.add(prompt(6), SamplingParams(max_tokens=4))
-    harness.scheduler._pages.take(4)  # lost memory: nobody will ever free it
+    harness.scheduler._memory.pages.take(4)  # lost memory: nobody will ever free it
     with pytest.raises(AssertionError, match=r"nothing can be planned: .*1 waiting.*0 of 4 pages"):
         harness.scheduler.plan()
 
@@ -321,6 +322,20 @@ def test_a_plan_in_flight_is_kept_with_what_was_sent() -> None:
     assert plan is not None
     kept = harness.scheduler.plan_in_flight(1)
     assert kept.plan is plan and StepPlan.decode(kept.encoded) == plan
+
+
+def test_plans_are_numbered_on_from_those_that_ran_before() -> None:
+    scheduler = Scheduler(
+        **{**Limits()._asdict(), "num_slots": 5},
+        eos_token_ids=(EOS,),
+        vocab_size=VOCAB_SIZE,
+        first_step=7,
+    )
+    request = Request(request_id=1, prompt_token_ids=(5, 6), params=LONG, seed=0, max_tokens=20)
+    scheduler.add(request)
+    plan = scheduler.plan()
+    assert plan is not None and plan.step == 7
+    assert scheduler.plan_in_flight(7).plan is plan
 
 
 def test_requests_end_in_the_same_plans_on_every_run() -> None:

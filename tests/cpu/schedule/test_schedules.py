@@ -6,6 +6,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from stagecoach.request import SamplingParams
+from tests.cpu.schedule.fake_drafter import FakeDrafter, FakePolicy
 from tests.cpu.schedule.fake_executor import VOCAB_SIZE, Harness, Limits
 
 BLOCK_SIZE = 4
@@ -26,6 +27,19 @@ def limits(draw: st.DrawFn) -> Limits:
         max_model_len=MAX_MODEL_LEN,
         num_pages=1 + PAGES_OF_ONE + draw(st.sampled_from([0, 1, 2, 3, 30])),
         num_slots=1 + max_num_seqs - draw(st.integers(0, max_num_seqs // 3)),
+        num_draft_tokens=draw(st.sampled_from([3, 7, 1, 0])),
+    )
+
+
+def make_harness(sizes: Limits, seed: int, *, debug_poison: bool = True) -> Harness:
+    """Windows of random lengths, drafts that are right, wrong or partly right."""
+    if not sizes.num_draft_tokens:
+        return Harness(sizes, debug_poison=debug_poison)
+    return Harness(
+        sizes,
+        debug_poison=debug_poison,
+        policy=FakePolicy(seed),
+        drafter=FakeDrafter(sizes.num_draft_tokens, seed=seed, has_confidences=seed % 3 > 0),
     )
 
 
@@ -79,8 +93,12 @@ def play(harness: Harness, random: Random, num_requests: int, abort_rate: float)
 def test_every_schedule_gives_the_tokens_of_the_request_alone(
     sizes: Limits, seed: int, num_requests: int, abort_rate: float, *, debug_poison: bool
 ) -> None:
-    """I6-I11, I29, I30 and I83 on every plan; conservation at every moment; no livelock."""
-    harness = Harness(sizes, debug_poison=debug_poison)
+    """I6-I11, I17, I27-I30, I32, I36 and I83 on every plan; conservation always; no livelock.
+
+    Whatever is drafted, accepted, cut or lost: what a segment replays is exactly what the slot
+    lacks, and the tokens are those of plain decoding.
+    """
+    harness = make_harness(sizes, seed, debug_poison=debug_poison)
     play(harness, Random(seed), num_requests, abort_rate)
     harness.check_outcomes()
     event(f"preempted: {harness.scheduler.num_preemptions > 0}")
@@ -88,24 +106,40 @@ def test_every_schedule_gives_the_tokens_of_the_request_alone(
 
 
 def test_the_random_schedules_reach_what_they_are_for() -> None:
-    """Preemptions, aborts in flight and late rows do occur, so that the test above means it."""
-    num_preemptions = num_late_rows = num_middle_chunks = 0
+    """Preemptions, late rows and every acceptance do occur, so that the test above means it."""
+    num_preemptions = num_late_rows = num_middle_chunks = num_lost_drafts = num_mixed_plans = 0
+    acceptances: set[tuple[int, int]] = set()
+    ragged: set[tuple[int, ...]] = set()
     for seed in range(40):
         sizes = Limits(
             num_stages=1 + seed % 4,
-            max_num_batched_tokens=(3, 5, 64)[seed % 3],
+            max_num_batched_tokens=(3, 9, 64)[seed % 3],
             max_model_len=MAX_MODEL_LEN,
             num_pages=1 + PAGES_OF_ONE + seed % 3,
+            num_draft_tokens=(3, 0)[seed % 5 == 0],
         )
-        harness = Harness(sizes)
+        harness = make_harness(sizes, seed)
         play(harness, Random(seed), num_requests=5, abort_rate=0.02)
         harness.check_outcomes()
         num_preemptions += harness.scheduler.num_preemptions
         segments = [segment for plan in harness.plans for segment in plan.segments]
         num_middle_chunks += sum(segment.sampling_row is None for segment in segments)
         num_late_rows += len(segments) - sum(r.num_steps for r in harness.requests.values())
+        if harness.policy is None:
+            continue
+        acceptances |= {window[1:] for window in harness.policy.windows}
+        verified = sum(num_drafts for _, num_drafts, _ in harness.policy.windows)
+        proposed = sum(num_drafts for _, num_drafts in harness.policy.proposals)
+        num_lost_drafts += proposed - verified
+        for plan in harness.plans:
+            ragged.add(tuple(s.num_draft_tokens for s in plan.segments if s.is_window))
+            kinds = {(s.is_window, s.num_draft_tokens > 0) for s in plan.segments}
+            num_mixed_plans += kinds >= {(True, True), (False, False)}
     assert num_preemptions > 20 and num_late_rows > 10 and num_middle_chunks > 100, (
         num_preemptions,
         num_late_rows,
         num_middle_chunks,
     )
+    assert num_lost_drafts > 100 and num_mixed_plans > 3, (num_lost_drafts, num_mixed_plans)
+    assert acceptances == {(most, m) for most in (1, 2, 3) for m in range(most + 1)}
+    assert len(ragged) > 20, ragged

@@ -42,12 +42,15 @@ def segments(draw: st.DrawFn, slot: int) -> Segment:
     ids = st.integers(0, 2**31 - 1)
     end = start + num_tokens
     positions = range(max(0, start - replay) + 1, end + 1)
+    num_draft_tokens = draw(st.sampled_from([0, num_tokens - 1]))
+    sampling_rows = st.integers(0, 99)
+    sampling_row = draw(sampling_rows if num_draft_tokens else st.none() | sampling_rows)
     return Segment(
         request_id=draw(st.integers(0, 2**63 - 1)),
         epoch=draw(st.integers(0, 9)),
         start=start,
         token_ids=tuple(draw(st.lists(ids, min_size=num_tokens, max_size=num_tokens))),
-        num_draft_tokens=draw(st.sampled_from([0, num_tokens - 1])),
+        num_draft_tokens=num_draft_tokens,
         read_slot=slot if start else 0,
         replay=replay,
         write_slot=slot,
@@ -56,7 +59,8 @@ def segments(draw: st.DrawFn, slot: int) -> Segment:
             for position in sorted(draw(st.sets(st.sampled_from(positions), max_size=2)))
         ),
         page_table=pack_page_table(draw(st.lists(st.integers(1, 2**31 - 1), max_size=4))),
-        sampling_row=draw(st.none() | st.integers(0, 99)),
+        sampling_row=sampling_row,
+        proposes=draw(st.booleans()) and sampling_row is not None,
         prompt_logprob_targets=tuple(draw(st.lists(ids, max_size=num_tokens))),
         num_prompt_logprobs=draw(st.integers(0, 20)),
     )
@@ -104,7 +108,13 @@ def test_admissions_and_poison_cross_processes_too() -> None:
 def test_a_result_crosses_processes_unchanged() -> None:
     logprob = TokenLogprobs(5, -0.25, 2, (4, 5), (-0.125, -0.25))
     row = RowResult(
-        request_id=7, epoch=1, token_ids=(5,), logprobs=(logprob,), prompt_logprobs=(logprob,)
+        request_id=7,
+        epoch=1,
+        token_ids=(5,),
+        draft_token_ids=(6, 7),
+        confidences=(0.75, 0.5),
+        logprobs=(logprob,),
+        prompt_logprobs=(logprob,),
     )
     result = StepResult(step=3, digest=b"12345678", rows=(row,), forward_seconds=0.5)
     data = msgspec.msgpack.encode(result)
@@ -140,8 +150,7 @@ def test_spans_and_shapes() -> None:
     assert (segment.num_tokens, segment.end, segment.is_window) == (3, 7, False)
     assert segment.page_ids == (5, 6)
     assert make_segment(token_ids=(11,)).is_window
-    assert make_segment(num_draft_tokens=2).is_window
-    assert not make_segment(num_draft_tokens=1).is_window
+    assert make_segment(num_draft_tokens=2, sampling_row=0).is_window
     plan = StepPlan(
         step=0,
         segments=(
@@ -166,6 +175,9 @@ def test_page_tables_are_int32_little_endian(page_ids: list[int]) -> None:
         ({"token_ids": ()}, "empty segment"),
         ({"num_draft_tokens": 3}, "bad window"),
         ({"num_draft_tokens": -1}, "bad window"),
+        ({"num_draft_tokens": 1, "sampling_row": 0}, "a chunk with drafts"),
+        ({"num_draft_tokens": 2}, "not sampled"),
+        ({"proposes": True}, "not sampled"),
         ({"write_slot": 0}, "zero slot is never written"),
         ({"read_slot": 0}, "state and start disagree"),
         ({"start": 0}, "state and start disagree"),
@@ -188,6 +200,8 @@ def test_a_wrong_segment_is_refused(changes: dict[str, Any], message: str) -> No
         {},
         {"start": 0, "read_slot": 0},
         {"replay": 3},
+        {"num_draft_tokens": 2, "sampling_row": 0, "proposes": True},
+        {"sampling_row": 0, "proposes": True},
         {"saves": (Save(5, 8), Save(7, 9))},
         {"saves": (Save(4, 9),), "replay": 1},
         {"prompt_logprob_targets": (1, 2, 3)},
@@ -245,7 +259,7 @@ def test_an_error_shows_the_plan_with_the_bad_line_marked() -> None:
     assert first.startswith("  request 1.0  span [4,5)  drafts 0  state 3+0->3")
     assert second == (
         "> request 7.0  span [4,7)  drafts 0  state 2+0->2  saves -  pages 5,6  sample -  "
-        "targets - top 0  tokens 11,12,13"
+        "propose -  targets - top 0  tokens 11,12,13"
     )
     racing = make_segment(request_id=8, read_slot=2, write_slot=4)
     with pytest.raises(AssertionError, match=r"\n> request 8\.0  span \[4,7\)"):
