@@ -33,7 +33,7 @@ from stagecoach.engine.messages import (
     WorkerReady,
 )
 from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
-from stagecoach.engine.step_profile import StageClock, StepProfiler, shape_of
+from stagecoach.engine.step_profile import StageClock, StepProfile, StepProfiler, shape_of
 from stagecoach.errors import (
     CheckpointError,
     ConfigError,
@@ -118,20 +118,15 @@ class EngineLoop:
             block_size=engine.block_size,
             num_gpu_blocks_override=engine.num_gpu_blocks_override,
         )
-        first_step, cost = 0, None
-        speculation = self._config.speculation
-        if speculation and (speculation.has_confidence_schedule or speculation.has_watchdog):
-            profiler = StepProfiler(self._config, memory)
-            if not self._allocate(profiler.memory):
-                return
-            profile = profiler.run(self._port.send_workers, self._next_worker_message)
-            if profile is None:
-                return
-            first_step, cost = profile.num_steps, profile.cost
-        if not self._allocate(memory):
+        profile = self._measure_steps(memory)
+        if self._is_stopping or not self._allocate(memory):
             return
-        if speculation:
-            self._policy = DraftPolicy(speculation, cost, num_stages=engine.pipeline_parallel_size)
+        if self._config.speculation is not None:
+            self._policy = DraftPolicy(
+                self._config.speculation,
+                profile.cost if profile else None,
+                num_stages=engine.pipeline_parallel_size,
+            )
         self._scheduler = Scheduler(
             num_stages=engine.pipeline_parallel_size,
             max_num_seqs=engine.max_num_seqs,
@@ -144,7 +139,7 @@ class EngineLoop:
             vocab_size=self._config.model.vocab_size,
             policy=self._policy,
             num_draft_tokens=self._config.num_draft_tokens,
-            first_step=first_step,
+            first_step=profile.num_steps if profile else 0,
             debug_poison=engine.debug_poison,
         )
         self._ready = EngineReady(
@@ -167,6 +162,18 @@ class EngineLoop:
                 return False
             num_allocated += isinstance(received[1], WorkerAllocated)
         return True
+
+    def _measure_steps(self, memory: MemoryPlan) -> StepProfile | None:
+        """What steps cost, if lengths of windows depend on it and no Shutdown comes."""
+        speculation = self._config.speculation
+        if speculation is None:
+            return None
+        if not (speculation.has_confidence_schedule or speculation.has_watchdog):
+            return None
+        profiler = StepProfiler(self._config, memory)
+        if not self._allocate(profiler.memory):
+            return None
+        return profiler.run(self._port.send_workers, self._next_worker_message)
 
     def step(self) -> None:
         """One turn; blocks only when there is nothing to launch."""

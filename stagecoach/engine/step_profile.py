@@ -30,9 +30,12 @@ from stagecoach.schedule.step_plan import (
 
 _LOG = get_logger(__name__)
 
-# Requests that one scratch plan may hold: further ones cost like the last.
+# Requests that one scratch plan may hold, and those that propose: further ones cost like the last.
 _MOST_REQUESTS = 64
-# Each rung is run once to warm up, then until the times are good or the time is over.
+_MOST_PROPOSALS = 16
+# Small rungs are run once to warm up; then all of them, the small ones first, until the times
+# are good or the time is over.
+_WARM_UP_TOKENS = 8
 _NUM_REPEATS = 4
 _BUDGET_SECONDS = 0.8
 
@@ -90,10 +93,10 @@ def shape_of(plan: StepPlan) -> StepShape | None:
 def make_ladder(
     *, max_windows: int, max_drafts: int, max_num_batched_tokens: int
 ) -> tuple[Rung, ...]:
-    """Scratch plans from which `StepCost.fit` makes a table.
+    """Scratch plans from which `StepCost.fit` makes a table, the small ones first.
 
-    Plain steps, single windows of several tokens, plain steps that propose, and wide windows of
-    more tokens in all than plain steps have.
+    Plain steps, single windows of several tokens, plain steps that propose, and one of wide
+    windows with more tokens in all than plain steps have.
 
     Args:
         max_drafts: most drafts of a window, 0 if none fits.
@@ -103,14 +106,18 @@ def make_ladder(
     rungs = [
         *(Rung(count, 0, proposes=False) for count in counts),
         *(Rung(1, number, proposes=False) for number in drafts),
-        *(Rung(count, 0, proposes=True) for count in counts),
-        *(
-            Rung(count, max_drafts, proposes=False)
-            for count in counts[1:]
-            if count * (1 + max_drafts) > max_windows
-        ),
+        *(Rung(count, 0, proposes=True) for count in counts if count <= _MOST_PROPOSALS),
     ]
-    return tuple(rung for rung in rungs if rung.shape.num_tokens <= max_num_batched_tokens)
+    wide = [count for count in counts[1:] if count * (1 + max_drafts) > max_windows]
+    if max_drafts and wide:
+        rungs.append(Rung(wide[0], max_drafts, proposes=False))
+    fitting = [rung for rung in rungs if rung.shape.num_tokens <= max_num_batched_tokens]
+    return tuple(sorted(fitting, key=_weight))
+
+
+def _weight(rung: Rung) -> int:
+    """Tokens that it computes, in target and draft."""
+    return rung.shape.num_tokens + rung.shape.num_proposals
 
 
 class StepProfiler:
@@ -170,9 +177,11 @@ class StepProfiler:
         began = time.perf_counter()
         for repeat in range(1 + _NUM_REPEATS):
             for rung in self._ladder:
-                # Every rung has been measured once by then.
-                if repeat > 1 and time.perf_counter() - began > _BUDGET_SECONDS:
-                    break
+                is_small = _weight(rung) <= _WARM_UP_TOKENS
+                is_late = time.perf_counter() - began > _BUDGET_SECONDS
+                # What decides at small batches is measured on any machine; the rest follows.
+                if (is_late and (repeat > 1 or not is_small)) or not (repeat or is_small):
+                    continue
                 measured = self._measure(self._plan(step, rung), rung.shape, send, receive)
                 if measured is None:
                     return None

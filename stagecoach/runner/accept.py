@@ -88,26 +88,49 @@ def make_rule(speculation: ResolvedSpeculation | None) -> AcceptanceRule:
     return SharedNoise(speculation.num_speculative_tokens)
 
 
+class _BlockNoise(NamedTuple):
+    """The target's noise at the places of a block and the one behind, for the verify."""
+
+    request_id: int
+    position: int  # of the first
+    noise_KV: Tensor
+
+
 class SharedNoise:
     """A draft stands if the target chooses the same, with the noise that chose the draft.
 
-    The last stage of plain decoding is this rule without drafts.
+    The last stage of plain decoding is this rule without drafts. Noise of a block is kept for
+    the next segment of its request, which chooses at the same positions.
     """
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
+        self._kept: dict[int, _BlockNoise] = {}  # by table row
 
     def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
-        token_ids_R = _target_choice(logits_RV, inputs, table)
+        token_ids_R = self.target_choice(logits_RV, inputs, table)
         if inputs.windows is None:
             return Verdict(token_ids_R, None)
         return Verdict(token_ids_R, count_accepted(token_ids_R, inputs.windows))
 
+    def target_choice(
+        self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable
+    ) -> Tensor:
+        """What plain decoding chooses in each row if all drafts before it stand: int64 [R]."""
+        pending = None if inputs.windows is None else inputs.windows.pending
+        noise_RV = self._take_noise(inputs, table) if self._kept else None
+        return choose_tokens(
+            logits_RV, inputs.sampling_rows, inputs.positions_R, table, pending, noise_RV
+        )
+
     def draft_choice(self, rows: Sequence[int], starts_N: Tensor, table: SamplingTable) -> Choose:
-        is_random = any(not table.traits(row).is_greedy for row in rows)
+        num_places = 1 + self._num_draft_tokens
         noise_NKV: Tensor | None = None
-        if is_random and len(rows) * self._num_draft_tokens * table.vocab_size <= _MAX_BLOCK_NOISE:
-            noise_NKV = _block_noise(rows, starts_N, self._num_draft_tokens, table)
+        is_random = any(not table.traits(row).is_greedy for row in rows)
+        if is_random and len(rows) * num_places * table.vocab_size <= _MAX_BLOCK_NOISE:
+            noise_NKV = _block_noise(rows, starts_N, num_places, table)
+            for row, start, noise_KV in zip(rows, starts_N.tolist(), noise_NKV, strict=True):
+                self._kept[row] = _BlockNoise(table.traits(row).request_id, start + 1, noise_KV)
 
         def choose(place: int, logits_NV: Tensor, drafts_NJ: Tensor) -> Tensor:
             return choose_tokens(
@@ -120,6 +143,19 @@ class SharedNoise:
             )
 
         return choose
+
+    def _take_noise(self, inputs: SampleInputs, table: SamplingTable) -> Tensor | None:
+        """Kept noise of all rows; None where one has none. It is not kept any longer."""
+        positions = inputs.positions_R.tolist()
+        ends = [*inputs.first_rows[1:], len(positions)]
+        parts = []
+        for first, end in zip(inputs.first_rows, ends, strict=True):
+            row = inputs.sampling_rows[first]
+            kept = self._kept.pop(row, None)
+            wanted = (table.traits(row).request_id, positions[first])
+            if kept is not None and (kept.request_id, kept.position) == wanted:
+                parts.append(kept.noise_KV[: end - first])
+        return torch.cat(parts) if len(parts) == len(ends) else None
 
 
 class Rejection:
@@ -138,7 +174,7 @@ class Rejection:
         self._drafts_p: dict[int, list[Tensor]] = {}  # by table row, [V] for each draft
 
     def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
-        token_ids_R = _target_choice(logits_RV, inputs, table)
+        token_ids_R = self._shared.target_choice(logits_RV, inputs, table)
         sampling_rows = [inputs.sampling_rows[first] for first in inputs.first_rows]
         drafts_p = [self._drafts_p.pop(row, []) for row in sampling_rows]
         windows = inputs.windows
@@ -202,7 +238,7 @@ class SyntheticAcceptance:
         self._num_windows: dict[int, tuple[int, int]] = {}  # by table row: (request id, count)
 
     def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
-        token_ids_R = _target_choice(logits_RV, inputs, table)
+        token_ids_R = self._shared.target_choice(logits_RV, inputs, table)
         windows = inputs.windows
         if windows is None:
             return Verdict(token_ids_R, None)
@@ -262,23 +298,18 @@ def judge_drafts(
     return torch.where(stands_D, draft_ids_D, _draw_from(rest_DV, seeds_D, positions_D))
 
 
-def _target_choice(logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Tensor:
-    pending = None if inputs.windows is None else inputs.windows.pending
-    return choose_tokens(logits_RV, inputs.sampling_rows, inputs.positions_R, table, pending)
-
-
 def _block_noise(
-    rows: Sequence[int], starts_N: Tensor, num_draft_tokens: int, table: SamplingTable
+    rows: Sequence[int], starts_N: Tensor, num_places: int, table: SamplingTable
 ) -> Tensor:
-    """The target's noise at the places of each block: [N, K, V]."""
+    """The target's noise behind each start: [N, K, V]."""
     seeds_N = table.seeds_N[torch.tensor(rows, device=table.device)]
-    places_K = torch.arange(1, 1 + num_draft_tokens, device=starts_N.device)
+    places_K = torch.arange(1, 1 + num_places, device=starts_N.device)
     return gumbel_noise(
-        seeds_N.repeat_interleave(num_draft_tokens),
+        seeds_N.repeat_interleave(num_places),
         (starts_N[:, None] + places_K).flatten(),
         table.vocab_size,
         starts_N.device,
-    ).unflatten(0, (len(rows), num_draft_tokens))
+    ).unflatten(0, (len(rows), num_places))
 
 
 def _all_pending(drafts_NJ: Tensor) -> PendingTokens:

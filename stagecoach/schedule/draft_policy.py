@@ -76,7 +76,7 @@ class DraftPolicy:
         if self._watchdog is not None and candidates:
             self._watchdog.begin_plan(
                 [candidate.request_id for candidate in candidates],
-                self._batch_cost(len(candidates)),
+                lambda: self._batch_cost(len(candidates)),
             )
             allowed = [
                 limit if self._watchdog.may_verify(candidate.request_id) else 0

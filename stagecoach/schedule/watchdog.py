@@ -5,7 +5,7 @@ and the probes by which a pause ends. Knows no confidence and no clock: its time
 plans with windows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,10 @@ _LOG = get_logger(__name__)
 # Rounds that are remembered of a request: it must react within a few windows; and of all.
 _REQUEST_MEMORY = 10.0
 _SHARED_MEMORY = 32.0
-# Rounds that a request borrows from what is known of all: the first is for good, since alone it
-# would chase its luck; the others fade.
-_BORROWED_FOR_GOOD = 1.0
-_BORROWED_AT_FIRST = 3.0
+# Rounds that a request borrows from what is known of all: some for good, since alone it would
+# chase its luck; the others fade.
+_BORROWED_FOR_GOOD = 1.5
+_BORROWED_AT_FIRST = 2.5
 # What is assumed before the first round, and fades: drafting pays, and so it is tried.
 _TRUST_ROUNDS = 3.0
 _TRUSTED_SPEEDUP = 1.5
@@ -34,6 +34,9 @@ _LEAST_DISTANCE = 8
 _MOST_DOUBLINGS = 4
 # Rounds that prove that a request is worth drafting for, whatever its probes said.
 _PROOF_ROUNDS = 6.0
+
+# Plans after which a decision is made anew though nothing was heard: costs are measured on.
+_REVIEW_DISTANCE = 16
 
 
 class _Watched:
@@ -64,7 +67,7 @@ class Watchdog:
     into the same plans and share their cost. Each probe in vain doubles the distance.
 
     Attributes:
-        is_paused: drafting pays for nobody.
+        is_paused: drafting pays for no request that is here; only probes are made.
         num_pauses: times that it began not to.
     """
 
@@ -76,42 +79,26 @@ class Watchdog:
         self._num_failures = 0  # the most of any request during this pause
         self._plan = 0
         self._batch: BatchCost | None = None
+        self._reviewed: set[tuple[int, ...]] = set()  # batches that need no new decision
         self._first_drafts = FirstDrafts()
         self._told: set[str] = set()
         self.is_paused = False
         self.num_pauses = 0
 
-    def begin_plan(self, request_ids: Sequence[int], batch: BatchCost) -> None:
-        """Decide who drafts, of the requests whose windows are being planned."""
+    def begin_plan(self, request_ids: Sequence[int], make_cost: Callable[[], BatchCost]) -> None:
+        """Decide who drafts, of the requests whose windows are being planned.
+
+        Nothing is decided anew where no round was noted since these requests were last here,
+        until costs may have changed: a pause should cost nothing.
+        """
         self._plan += 1
-        self._batch = batch
-        requests = [self._request(request_id) for request_id in request_ids]
-        num_paying_before = sum(request.pays for request in requests)
-        shared = self._shared_outlook(batch)
-        outlooks = [_blend(item.payoff, batch, shared, _borrowed(item)) for item in requests]
-        order = sorted(range(len(outlooks)), key=lambda index: -outlooks[index].speedup)
-        best = [outlooks[index] for index in order]
-        # With the first 0, 1, ... of the order drafting.
-        drafts_M = np.array([0.0, *(item.num_drafts for item in best)])
-        gains = [item.speedup * batch.alike(item.num_drafts) - 1 for item in best]
-        tokens_M = np.cumsum([float(len(order)), *gains])
-        cost_M = batch.of(
-            np.cumsum(drafts_M), np.maximum.accumulate(drafts_M), np.arange(len(order) + 1.0)
-        )
-        num_paying = sum(item.speedup >= 1 for item in best)
-        # They may be too few to carry what a block pass costs the whole batch.
-        if tokens_M[num_paying] < cost_M[num_paying] * len(order):
-            num_paying = int(np.argmax(tokens_M / cost_M))
-        for rank, index in enumerate(order):
-            requests[index].pays = rank < num_paying
-        self._note_pause()
-        if num_paying < num_paying_before and not self.is_paused:
-            last = order[num_paying]
-            self._tell(
-                "hard text",
-                f"drafting does not pay for request {request_ids[last]}, which decodes plainly, "
-                f"probes aside: {self._describe(requests[last].payoff)}",
-            )
+        if self._plan % _REVIEW_DISTANCE == 0:
+            self._reviewed.clear()
+        key = tuple(request_ids)
+        if key not in self._reviewed:
+            self._reviewed.add(key)
+            self._batch = make_cost()
+            self._decide(key, self._batch)
 
     def may_verify(self, request_id: int) -> bool:
         """Whether drafts at hand are worth a thought: drafting pays, or they are a probe's."""
@@ -135,6 +122,7 @@ class Watchdog:
     def note_round(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
         """What came of a proposal: none of it was verified where `num_drafts` is 0."""
         assert self._batch is not None, "a round is planned before it ends"
+        self._reviewed.clear()
         request = self._request(request_id)
         if request.is_probing:
             request.is_probing = False
@@ -157,6 +145,35 @@ class Watchdog:
 
     def forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
+
+    def _decide(self, request_ids: Sequence[int], batch: BatchCost) -> None:
+        requests = [self._request(request_id) for request_id in request_ids]
+        num_paying_before = sum(request.pays for request in requests)
+        shared = self._shared_outlook(batch)
+        outlooks = [_blend(item.payoff, batch, shared, _borrowed(item)) for item in requests]
+        order = sorted(range(len(outlooks)), key=lambda index: -outlooks[index].speedup)
+        best = [outlooks[index] for index in order]
+        # With the first 0, 1, ... of the order drafting.
+        drafts_M = np.array([0.0, *(item.num_drafts for item in best)])
+        gains = [item.speedup * batch.alike(item.num_drafts) - 1 for item in best]
+        tokens_M = np.cumsum([float(len(order)), *gains])
+        cost_M = batch.of(
+            np.cumsum(drafts_M), np.maximum.accumulate(drafts_M), np.arange(len(order) + 1.0)
+        )
+        num_paying = sum(item.speedup >= 1 for item in best)
+        # They may be too few to carry what a block pass costs the whole batch.
+        if tokens_M[num_paying] < cost_M[num_paying] * len(order):
+            num_paying = int(np.argmax(tokens_M / cost_M))
+        for rank, index in enumerate(order):
+            requests[index].pays = rank < num_paying
+        self._note_pause(best[0].speedup)
+        if num_paying < num_paying_before and not self.is_paused:
+            last = order[num_paying]
+            self._tell(
+                "hard text",
+                f"drafting does not pay for request {request_ids[last]}, which decodes plainly, "
+                f"probes aside: {self._describe(requests[last].payoff)}",
+            )
 
     def _request(self, request_id: int) -> _Watched:
         request = self._requests.get(request_id)
@@ -181,18 +198,21 @@ class Watchdog:
         num_doublings = min(_MOST_DOUBLINGS, request.num_failures)
         return 1 << (int(least - 1).bit_length() + num_doublings)
 
-    def _note_pause(self) -> None:
+    def _note_pause(self, expected_speedup: float) -> None:
         was_paused = self.is_paused
         self.is_paused = not any(request.pays for request in self._requests.values())
-        if self.is_paused and not was_paused:
+        if was_paused and not self.is_paused:
+            self._num_failures = 0
+            self._tell(
+                "resumed",
+                f"drafting is tried again: a speedup of {expected_speedup:.2f} is expected",
+            )
+        elif self.is_paused and not was_paused:
             self.num_pauses += 1
             self._tell(
-                "pause",
+                "paused",
                 f"drafting does not pay and is paused, probes aside: {self._describe(self._all)}",
             )
-        elif was_paused and not self.is_paused:
-            self._num_failures = 0
-            self._tell("end of a pause", f"drafting pays again: {self._describe(self._all)}")
 
     def _tell(self, event: str, text: str, *, is_warning: bool = False) -> None:
         """Once for all to see; the same event again is for those who look closely."""

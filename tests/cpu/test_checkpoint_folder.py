@@ -88,6 +88,13 @@ def test_tiny_draft_is_a_draft_of_tiny(cache: Path) -> None:
     assert draft_folder("tiny-draft") == resolved.speculation.checkpoint
 
 
+def test_demo_draft_is_a_draft_of_demo_alone(cache: Path) -> None:
+    speculative = SpeculativeConfig(model="demo-draft")
+    assert resolve(EngineConfig(model="demo", speculative_config=speculative)).num_draft_tokens == 7
+    with pytest.raises(ConfigError, match="the draft's hidden_size=256 and the target's"):
+        resolve(EngineConfig(model="tiny", speculative_config=speculative))
+
+
 def test_tiny_is_made_once_and_appears_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
 

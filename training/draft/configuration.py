@@ -44,7 +44,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         "target_hidden_size": target["hidden_size"],
         "target_num_hidden_layers": NUM_LAYERS,
-        "target_layer_ids": [0, 3, 7, 8],
+        "target_layer_ids": [-1, 3, 7, 8],
         "mask_token_id": MASK_TOKEN_ID,
         "bos_token_id": BOS_TOKEN_ID,
         "eos_token_id": END_OF_MESSAGE_ID,

@@ -30,7 +30,7 @@ MIX = {
     "small_talk": 1,
 }
 # Blocks of a row: one for so many tokens of its bucket, up to a limit.
-TOKENS_PER_BLOCK = 8
+TOKENS_PER_BLOCK = 16
 MAX_BLOCKS = 64
 
 

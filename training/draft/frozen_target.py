@@ -44,14 +44,21 @@ class FrozenTarget:
             dtype=self.dtype,
         )
         load_checkpoint(model, folder)
-        self._model = model.eval().requires_grad_(requires_grad=False).to(device)
+        self._model = model.eval().to(device)
+        self._is_compiled = is_gpu
         self._tap_layers = tap_layers
-        self.embedding_VH = self._model.model.embed_tokens.weight.to(self.dtype)
-        self.head_VH = self._model.lm_head.weight.to(self.dtype)
+        self.embedding_VH = self._model.model.embed_tokens.weight.detach().to(self.dtype)
+        self.head_VH = self._model.lm_head.weight.detach().to(self.dtype)
 
-    @torch.no_grad()
     def __call__(self, ids_BT: Tensor) -> TargetOutput:
         """Run whole rows; int64 ids."""
+        # Compiled without gradients, outputs change from run to run (torch 2.11, H200); compiled
+        # as for the target's training they are right.
+        with torch.set_grad_enabled(self._is_compiled):
+            output = self._run(ids_BT)
+        return TargetOutput(*(part.detach() for part in output))
+
+    def _run(self, ids_BT: Tensor) -> TargetOutput:
         backbone = self._model.model
         num_rows, row_length = ids_BT.shape
         position_N = torch.arange(row_length, device=ids_BT.device).repeat(num_rows)

@@ -1,4 +1,4 @@
-"""Train the demo draft against the frozen target on one GPU, for a given time.
+"""Train demo drafts against the frozen target on one GPU, for a given time.
 
 The schedule runs over the training time, not over steps: warm-up, constant, linear decay.
 """
@@ -34,7 +34,9 @@ from training.target.optimizer import Muon
 from training.target.train import rate_factor, take_first_working_configuration
 
 # A batch of this weight counts as the mean of its tokens, others by the square root of theirs.
-REFERENCE_WEIGHT = 4e4
+REFERENCE_WEIGHT = 2e4
+# The target's pass costs as much as an update; other blocks are drawn for each update.
+UPDATES_PER_BATCH = 2
 LossPiece = Callable[[DraftTokens, Heads], Losses]
 
 
@@ -76,6 +78,7 @@ class DraftTraining:
         self, config: dict[str, Any], target: FrozenTarget, *, gamma: float, device: torch.device
     ) -> None:
         self.config = config
+        self.name = f"layers-{config['num_hidden_layers']}"
         self.target = target
         self.draft = Draft(config).to(device)
         self.place_weight_K = place_weights(BLOCK_LENGTH, gamma, device)
@@ -164,33 +167,37 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if device.type == "cuda":
         take_first_working_configuration()
-    config = draft_config(num_hidden_layers=arguments.layers)
-    target = FrozenTarget(arguments.target, config["target_layer_ids"], device)
-    training = DraftTraining(config, target, gamma=arguments.gamma, device=device)
+    configs = [draft_config(num_hidden_layers=layers) for layers in arguments.layers]
+    target = FrozenTarget(arguments.target, configs[0]["target_layer_ids"], device)
+    trainings = [
+        DraftTraining(config, target, gamma=arguments.gamma, device=device) for config in configs
+    ]
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = (arguments.out / "log.jsonl").open("a")
     step, last_report = 0, 0.0
     while clock.call < arguments.call_seconds:
         batch: Batch = stream.next()
         output = target(torch.from_numpy(batch.ids_BT).to(device, torch.long, non_blocking=True))
-        rate = arguments.rate * rate_factor(step, clock.progress, arguments.decay_from)
-        training.update(batch, output, rate)
-        step += 1
+        for _ in range(UPDATES_PER_BATCH):
+            rate = arguments.rate * rate_factor(step, clock.progress, arguments.decay_from)
+            for training in trainings:
+                training.update(batch, output, rate)
+            step += 1
         if step % 8 == 0 and device.type == "cuda":
             torch.cuda.synchronize()
         clock.tick()
         if clock.call - last_report > arguments.report_every:
             last_report = clock.call
-            line = json.dumps(
-                {"step": step, "trained": round(clock.trained, 1), "waiting": stream.size()}
-                | training.report()
-            )
-            print(line, flush=True)
-            log.write(line + "\n")
+            counts = {"step": step, "trained": round(clock.trained, 1), "waiting": stream.size()}
+            for training in trainings:
+                line = json.dumps(counts | {"draft": training.name} | training.report())
+                print(line, flush=True)
+                log.write(line + "\n")
+                write_checkpoint(training.draft, training.config, arguments.out / training.name)
             log.flush()
-            write_checkpoint(training.draft, config, arguments.out)
     stream.close()
-    write_checkpoint(training.draft, config, arguments.out)
+    for training in trainings:
+        write_checkpoint(training.draft, training.config, arguments.out / training.name)
     print(json.dumps({"step": step, "trained": round(clock.trained, 1)}), flush=True)
 
 
@@ -199,10 +206,12 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=Path("stagecoach/demo/checkpoint"))
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and log")
     parser.add_argument("--call-seconds", type=float, default=540.0)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[2], help="one draft of each depth, side by side"
+    )
     parser.add_argument("--gamma", type=float, default=4.0, help="decay of the places' weights")
     parser.add_argument("--rate", type=float, default=5e-3)
-    parser.add_argument("--decay-from", type=float, default=0.3, help="share of the training")
+    parser.add_argument("--decay-from", type=float, default=0.4, help="share of the training")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)

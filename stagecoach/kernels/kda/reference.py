@@ -5,8 +5,6 @@ Per head, with a state S [V, K], a log-decay g per key channel and a rate beta:
     S <- S · diag(exp(g_t));  u = beta_t · (v_t − S k_t);  S <- S + u k_tᵀ;  o_t = S q_t
 
 Formula: Kimi Linear (arXiv 2510.26692), §3; fla `naive_recurrent_kda`, `naive_chunk_kda`.
-A record keeps exp(g_t), k_t and u_t of tokens that may yet be taken back: with them the first
-and last of these steps are done again, without q, v and beta.
 Dimensions: T tokens, B segments, W the longest segment, H heads, K key and V value channels,
 R = B * H rows, S state slots, N rows of a record or chunks of the longest segment, X = 2K + V
 values of a recorded row, M chunks of all segments and heads, C tokens of a chunk.
@@ -122,8 +120,8 @@ def kda_recurrent(
         if token == last_certain:
             state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
     if group.max_drafts:
-        # `_advance` has put u in the third place.
-        record_LR1X = torch.cat([x_WR1D[1:] for x_WR1D in parts_WR1D[:3]], dim=3)
+        decay_WR1K, k_WR1K, u_WR1V, *_ = parts_WR1D  # `_advance` has turned beta · v into u
+        record_LR1X = torch.cat((decay_WR1K[1:], k_WR1K[1:], u_WR1V[1:]), dim=3)
         record_LBHX = record_LR1X.view(-1, *state_BHVK.shape[:2], record_SNHX.shape[3])
         record_SNHX[:, : group.max_drafts].index_copy_(
             0, group.write_slots_B, record_LBHX.transpose(0, 1)
@@ -142,7 +140,7 @@ def _advance(
 ) -> Tensor:
     """One token: the state moves on in place, the output [R, 1, V] is read after it.
 
-    Rated is times beta; `rated_v_R1V` becomes u in place.
+    Rated means times beta; u takes the place of `rated_v_R1V`.
     """
     state_RKV = state_RVK.mT
     state_RVK.mul_(decay_R1K)
@@ -156,8 +154,8 @@ def _read_states(
 ) -> Tensor:
     """[B, H, V, K], new: the states of `slots_B` after `replay_B` rows of their records.
 
-    A row is applied by the very operations that applied its token, so in the same type the
-    result is that of stepping, bit for bit.
+    A row does S <- S · diag(exp(g)); S <- S + u kᵀ with the very operations that did it for its
+    token, so in the same type the result is that of stepping, bit for bit.
     """
     state_BHVK = state_SHVK.index_select(0, slots_B)
     if not max_replay:

@@ -36,6 +36,7 @@ from stagecoach.engine.messages import (
 from stagecoach.engine.ports import CLIENT_SHIFT
 from stagecoach.request import MAX_SEED, FinishReason, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.speculation_stats import SpeculationStats
 from stagecoach.schedule.step_plan import RowResult, StepResult
 
 pytestmark = pytest.mark.cpu
@@ -108,6 +109,35 @@ SAMPLES: list[Message] = [
         forward_seconds=1.5,
         step_seconds=2.5,
         stage_busy_seconds=(0.25, 0.75),
+        speculation=SpeculationStats(
+            num_windows=1,
+            num_proposed_tokens=14,
+            num_draft_tokens=7,
+            num_accepted_tokens=3,
+            drafted_per_position=(1, 1, 1, 1, 1, 1, 1),
+            accepted_per_position=(1, 1, 1, 0, 0, 0, 0),
+            window_lengths=(2, 0, 0, 0, 0, 0, 0, 1),
+            is_paused=True,
+            num_pauses=2,
+        ),
+    ),
+    EngineStats(
+        query_id=0,
+        num_steps=0,
+        num_waiting=0,
+        num_running=0,
+        num_preemptions=0,
+        num_prompt_tokens=0,
+        num_generated_tokens=0,
+        num_pages=1,
+        num_free_pages=1,
+        num_slots=1,
+        num_free_slots=1,
+        loop_seconds=0.0,
+        forward_seconds=0.0,
+        step_seconds=0.0,
+        stage_busy_seconds=(0.0,),
+        speculation=None,
     ),
     EngineFailed(kind="WorkerDiedError", reason="worker[0,1] was killed – SIGKILL"),
     Allocate(memory=MemoryPlan(num_pages=3, num_slots=4)),
@@ -129,6 +159,8 @@ SAMPLES: list[Message] = [
                     request_id=2,
                     epoch=0,
                     token_ids=(1, 2),
+                    draft_token_ids=(5, 6, 7),
+                    confidences=(0.75, 0.5, 0.25),
                     logprobs=(LOGPROBS, LOGPROBS),
                     prompt_logprobs=(LOGPROBS,),
                 ),

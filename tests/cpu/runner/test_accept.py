@@ -246,7 +246,7 @@ def test_a_draft_of_unknown_origin_is_judged_without_bias() -> None:
 def test_how_many_drafts_stand(values: dict[str, Any], drafter: str) -> None:
     """Rejection: the overlap of the distributions, the most that any rule can reach. Shared
     noise: less than that, but more than independent noise and no less than the bound of
-    Daliri et al. ("Coupling without communication", 2025, Theorem 1)."""
+    Daliri et al. ("Coupling without communication", 2025)."""
     params = SamplingParams(**values)
     target, draft = (
         torch.tensor(exact_probabilities(matrix_VV[ANCHOR].tolist(), params, PROMPT, ()))
@@ -318,6 +318,47 @@ def test_rejection_needs_no_drafts_to_be_plain_decoding() -> None:
     decode(make_last_stage(None, None), runs[1], 12, all_drafts)
     for ours, theirs in zip(*runs, strict=True):
         assert ours.token_ids == theirs.token_ids
+
+
+def test_noise_of_a_block_is_not_made_again_to_verify_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per block pass, and for the prompts' tokens."""
+    num_calls = 0
+
+    def count(*args: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return gumbel_noise(*args)
+
+    monkeypatch.setattr("stagecoach.runner.accept.gumbel_noise", count)
+    monkeypatch.setattr("stagecoach.runner.sampler.gumbel_noise", count)
+    drafter = FakeDrafter(0.3)
+    params = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.7}]
+    decode(make_last_stage(speculation(), drafter), decoders(params), 12, all_drafts)
+    assert num_calls == drafter.calls.count("propose") + 1
+
+
+def test_noise_of_another_request_or_place_is_never_used() -> None:
+    """A row changes hands, or its request goes on elsewhere than behind its block."""
+    rule = SharedNoise(2)
+    logits_RV = torch.zeros(1, VOCAB_SIZE)
+    for start, request_id in [(6, 0), (5, 1), (5, 0)]:
+        table = make_table(VOCAB_SIZE, [{}])
+        rule.draft_choice([0], torch.tensor([5]), table)
+        entry = SamplingEntry(
+            row=0,
+            request_id=request_id,
+            params=SamplingParams(),
+            seed=request_id,
+            stop_token_ids=(),
+            num_prompt_tokens=2,
+        )
+        table.admit([entry])
+        plan = StepPlan(step=0, segments=(window(0, start, 0, [], request_id),))
+        inputs = build_sample_inputs(plan)
+        expected = SharedNoise(0).verify(logits_RV, inputs, table)
+        assert (rule._take_noise(inputs, table) is not None) == ((start, request_id) == (5, 0))
+        rule.draft_choice([0], torch.tensor([5]), make_table(VOCAB_SIZE, [{}]))
+        assert torch.equal(rule.verify(logits_RV, inputs, table).token_ids_R, expected.token_ids_R)
 
 
 # Synthetic acceptance
