@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.draft.context_rows import ContextRows
 from stagecoach.draft.model import DraftModel
 from stagecoach.kernels.block_attention import block_places
 from stagecoach.kernels.ragged import BlockInputs, StepTensors
@@ -54,6 +55,7 @@ class DSparkDrafter:
         self._embedding = embedding
         self._head = head
         self._num_tokens = num_draft_tokens
+        self.context = ContextRows(model)
 
     @property
     def has_confidences(self) -> bool:
@@ -64,7 +66,7 @@ class DSparkDrafter:
         return self._model.num_parameter_bytes
 
     def write_context(self, taps_TBH: Tensor, step: StepTensors, draft_rows_YRD: Tensor) -> None:
-        """Store the context rows of all tokens of a step, in place.
+        """Have the context rows of all tokens of a step stored, in place, before any is read.
 
         A row depends on its token's taps and position alone. Those of drafts that turn out
         rejected lie behind every context that is read, and are overwritten in time.
@@ -76,9 +78,7 @@ class DSparkDrafter:
         """
         if not step.num_tokens:
             return
-        rows_TYD = self._model.context_rows(taps_TBH, _positions(step))
-        rows_YTD = rows_TYD.transpose(0, 1).to(draft_rows_YRD.dtype)
-        draft_rows_YRD.index_copy_(1, step.cache_rows_T, rows_YTD)
+        self.context.add(taps_TBH, _positions(step), step.cache_rows_T, draft_rows_YRD)
 
     def propose(
         self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
@@ -89,10 +89,11 @@ class DSparkDrafter:
         block's hidden states (DSpark).
 
         Args:
-            block: the anchors; the context rows of [0, start) have been written.
+            block: the anchors; `write_context` was called for all tokens of [0, start).
             draft_rows_YRD: the cache, only read.
             choose: picks tokens on rank 0; None on the others, which get None.
         """
+        self.context.write()
         hidden_NKH = self._block_pass(block, draft_rows_YRD)
         logits_NKV = self._head(hidden_NKH.flatten(0, 1)).unflatten(0, hidden_NKH.shape[:2])
         if choose is None:

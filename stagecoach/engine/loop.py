@@ -72,6 +72,8 @@ class EngineLoop:
         self._clock = StageClock(config.engine.pipeline_parallel_size)
         # Shapes of the plans in flight that hold nothing but windows; for the policy.
         self._shapes: dict[int, StepShape] = {}
+        # What plans took, not told to the policy yet: that can wait until workers are busy.
+        self._measured: list[tuple[StepShape, tuple[float, ...]]] = []
         self._counters = _Counters(config.engine.pipeline_parallel_size)
 
     @property
@@ -183,6 +185,7 @@ class EngineLoop:
         began = time.perf_counter()
         while self.scheduler.can_launch and (plan := self.scheduler.plan()) is not None:
             self._launch(plan)
+        self._learn()
         self._counters.loop_seconds += time.perf_counter() - began
         done = self._collect()
         if done is not None:
@@ -318,8 +321,13 @@ class EngineLoop:
         self._counters.stage_busy_seconds[stage] += seconds
         stage_seconds = self._clock.note(step, stage, seconds)
         if stage_seconds is not None and (shape := self._shapes.pop(step, None)) is not None:
+            self._measured.append((shape, stage_seconds))
+
+    def _learn(self) -> None:
+        for shape, stage_seconds in self._measured:
             assert self._policy is not None, "shapes are the policy's"
             self._policy.note_step(shape, stage_seconds)
+        self._measured.clear()
 
     def _next_worker_message(self) -> tuple[int, FromWorker] | None:
         """The next one during start-up, with the worker's rank; None once a Shutdown came."""

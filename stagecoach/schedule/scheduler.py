@@ -306,6 +306,9 @@ class Scheduler:
         """Drafts of each window of the cohort, with `budget` tokens left beside the anchors."""
         if self._policy is None or not cohort:
             return [0] * len(cohort)
+        if not any(request.draft_token_ids for request in cohort):
+            bare = [Candidate(request.request_id, (), 0) for request in cohort]
+            return self._policy.choose_lengths(bare, 0)
         num_chunk_tokens = self._expected_chunk_tokens()
         rooms = [
             DraftRoom(

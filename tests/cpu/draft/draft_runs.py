@@ -135,6 +135,8 @@ class Stage:
         block = block_inputs([request.row for request in requests], anchors)
         ranks = iter([choose] + [None] * (len(self.drafters) - 1))
         chooses = {id(drafter): next(ranks) for drafter in self.drafters}
+        for drafter in self.drafters:
+            drafter.context.write()
         before = [cache.clone() for cache in self.caches]
         proposals = self.on_ranks(
             lambda drafter, cache: drafter.propose(block, cache, chooses[id(drafter)])

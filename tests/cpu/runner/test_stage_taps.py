@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.config import ResolvedConfig, SpeculativeConfig
+from stagecoach.draft.context_rows import MOST_WAITING
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model import tiny
@@ -227,18 +228,19 @@ def test_taps_leave_after_the_layer_that_completes_them(
 
 
 class Forgetful:
-    """Stands before a drafter and checks that the taps of the step before are gone."""
+    """Stands before a drafter and counts the tokens of earlier steps whose taps still live."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
-        self.newest: weakref.ref[Tensor] | None = None
-        self.num_checks = 0
+        self._taps: list[weakref.ref[Tensor]] = []
+        self.most_waiting = 0
+        self.num_gone = 0
 
     def write_context(self, taps_TNH: Tensor, step: StepTensors, draft_rows_YRD: Tensor) -> None:
-        if self.newest is not None:
-            assert self.newest() is None, "taps outlive their step"
-            self.num_checks += 1
-        self.newest = weakref.ref(taps_TNH)
+        alive = [taps for ref in self._taps if (taps := ref()) is not None]
+        self.num_gone = len(self._taps) - len(alive)
+        self.most_waiting = max(self.most_waiting, sum(map(len, alive)))
+        self._taps.append(weakref.ref(taps_TNH))
         self._drafter.write_context(taps_TNH, step, draft_rows_YRD)
 
     def __getattr__(self, name: str) -> Any:
@@ -246,13 +248,13 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("partition", [(6,), (3, 3), (5, 1)])
-def test_no_tap_outlives_its_step_on_the_last_stage(
+def test_taps_live_until_their_context_rows_are_made_and_no_longer(
     checkpoints: dict[str, Path],
     drafts: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
     partition: tuple[int, ...],
 ) -> None:
-    """Freed at once, not when a collector comes by."""
+    """Freed at once, not when a collector comes by; few tokens ever wait for their rows."""
     made: list[Forgetful] = []
     load = stage_runner.load_drafter
 
@@ -269,7 +271,8 @@ def test_no_tap_outlives_its_step_on_the_last_stage(
     finally:
         gc.enable()
     [drafter] = made
-    assert drafter.num_checks == len(plans) - 1
+    assert drafter.most_waiting < MOST_WAITING
+    assert drafter.num_gone > len(plans) // 2
 
 
 def test_only_the_last_stage_loads_the_draft_and_all_its_ranks_do(
