@@ -380,13 +380,13 @@ TABLE: tuple[Rule, ...] = (
     ),
     _synthetic_rule(
         "confidence_schedule",
-        "confidence_schedule is not true where acceptance is synthetic",
+        "confidence_schedule is off where acceptance is synthetic",
         "confidences say nothing of acceptance that is forced",
         lambda config: config.confidence_schedule is True,
     ),
     _synthetic_rule(
         "watchdog",
-        "watchdog is not true where acceptance is synthetic",
+        "watchdog is off where acceptance is synthetic",
         "it would judge the draft by acceptance that is forced",
         lambda config: config.watchdog is True,
     ),

@@ -86,6 +86,11 @@ class DraftMlaConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def rotated_width(self) -> int:
+        """Values of a head's query, and of a key, that rotary positions turn."""
+        return self.qk_rope_head_dim
+
+    @property
     def cache_row_width(self) -> int:
         """Values cached per token and layer: the normed latent, then the rotated pe."""
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -103,6 +108,11 @@ class DraftGqaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def rotated_width(self) -> int:
+        """Values of a head's query, and of a key, that rotary positions turn."""
+        return self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 StagecoachError
 ├── ConfigError            the engine was asked for something it cannot be (also a ValueError)
 │   └── CapacityError      the configuration does not fit the memory; carries the numbers
-├── CheckpointError        a model folder is incomplete, mis-shaped or unreadable; names the tensor
+├── CheckpointError        a checkpoint is incomplete, mis-shaped or unreadable; names the tensor
 ├── RequestError           one request is invalid (also a ValueError); names the field
 └── EngineDeadError        the engine ended while somebody waited
     ├── WorkerDiedError    a worker process ended or raised

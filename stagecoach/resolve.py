@@ -54,11 +54,10 @@ def _load_model(folder: Path, engine: EngineConfig) -> ModelConfig:
     try:
         return load_model_config(folder, engine.hf_overrides)
     except ConfigError as error:
-        if not engine.hf_overrides:
-            raise
-        raise ConfigError(
-            f"{error} (after {option('hf_overrides')}={json.dumps(engine.hf_overrides)})"
-        ) from None
+        text = f"{option('model')}={engine.model}: {error}"
+        if engine.hf_overrides:
+            text += f" (after {option('hf_overrides')}={json.dumps(engine.hf_overrides)})"
+        raise ConfigError(text) from None
 
 
 def _resolve_speculation(config: SpeculativeConfig) -> ResolvedSpeculation:

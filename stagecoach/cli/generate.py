@@ -234,9 +234,13 @@ def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
         for number, output in enumerate(outputs)
         for completion in output.outputs
     ]
-    stats = msgspec.to_builtins(llm.stats())
+    told = llm.stats()
+    speculation = told.speculation
+    stats = msgspec.to_builtins(told)
     for name in ("type", "query_id"):
         stats.pop(name)
+    if speculation is not None:
+        stats["speculation"]["mean_acceptance_length"] = speculation.mean_acceptance_length
     return msgspec.json.encode({"outputs": entries, "stats": stats}).decode()
 
 

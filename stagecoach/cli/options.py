@@ -115,6 +115,8 @@ def _typed(path: Path, name: str, value: Any) -> Any:
         return msgspec.convert(_parse(name, value), type=_FIELDS[name].type)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--config={path}: {name}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--config={path}: {error}") from None
 
 
 def _configure_log(level: str) -> None:
@@ -153,9 +155,10 @@ def _help(name: str) -> str:
     for item in dataclasses.fields(SpeculativeConfig):
         is_told = item.default not in (None, dataclasses.MISSING)
         keys.append(
-            f"{item.name} ({item.metadata['doc']}{f'; default {item.default}' if is_told else ''})"
+            f"{item.name}: {item.metadata['doc']}{f'; default {item.default}' if is_told else ''}"
         )
-    return f"{doc} Keys: {', '.join(keys)}."
+    # Click wraps each of these paragraphs by itself.
+    return "\n\n".join([f"{doc} Its keys:", *keys])
 
 
 def _parse(name: str, value: Any) -> Any:

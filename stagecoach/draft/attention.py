@@ -8,6 +8,9 @@ I hidden size, X row width; in latent attention N also the "nope" part of a head
 P its rotated part, C latent, V value width; in the grouped form D head width.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,13 @@ from stagecoach.model.norm import RmsNorm
 from stagecoach.model.parallel_linear import ColumnLinear, RowLinear, TensorParallel
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightScope
+
+
+class SeenRows(NamedTuple):
+    """What the blocks of one run see in one layer."""
+
+    rows_NSX: Tensor
+    is_hidden_NKS: Tensor
 
 
 class DraftMla:
@@ -61,9 +71,9 @@ class DraftMla:
         self._output = RowLinear(weights, "o_proj", (hidden_size, self._num_heads * mla.v_head_dim))
 
     def __call__(
-        self, x_NKI: Tensor, rows_NSX: Tensor, is_hidden_NKS: Tensor, rotation: Rotation | None
+        self, x_NKI: Tensor, seen: Sequence[SeenRows], rotation: Rotation | None
     ) -> Tensor:
-        """[N, K, I] -> [N, K, I], complete on every rank."""
+        """[N, K, I] -> [N, K, I], complete on every rank; `seen` in order of the blocks."""
         low = x_NKI
         if self._query_down is not None and self._query_norm is not None:
             low = self._query_norm(self._query_down(x_NKI))
@@ -73,17 +83,15 @@ class DraftMla:
             q_pe_NKHP = self._rope(q_pe_NKHP, rotation)
         q_latent_HTC = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), self._key_up_HNC)
         q_latent_NKHC = q_latent_HTC.transpose(0, 1).unflatten(0, x_NKI.shape[:2])
-        keys_NS1X = rows_NSX.unsqueeze(2)
-        o_latent_NKHC = block_attention(
-            torch.cat((q_latent_NKHC, q_pe_NKHP), dim=-1),
-            keys_NS1X,
-            keys_NS1X[..., : self._latent_size],
-            is_hidden_NKS,
-            self._scale,
-        )
+        q_NKHX = torch.cat((q_latent_NKHC, q_pe_NKHP), dim=-1)
+        o_latent_NKHC = _attend(q_NKHX, seen, self._keys_and_values, self._scale)
         o_latent_HTC = o_latent_NKHC.flatten(0, 1).transpose(0, 1)
         o_THV = torch.bmm(o_latent_HTC, self._value_up_HCV).transpose(0, 1)
         return self._tp.all_reduce(self._output(o_THV.reshape(*x_NKI.shape[:2], -1)))
+
+    def _keys_and_values(self, rows_NSX: Tensor) -> tuple[Tensor, Tensor]:
+        keys_NS1X = rows_NSX.unsqueeze(2)
+        return keys_NS1X, keys_NS1X[..., : self._latent_size]
 
 
 class DraftGqa:
@@ -108,16 +116,33 @@ class DraftGqa:
         self._output = RowLinear(weights, "o_proj", (config.hidden_size, width))
 
     def __call__(
-        self, x_NKI: Tensor, rows_NSX: Tensor, is_hidden_NKS: Tensor, rotation: Rotation | None
+        self, x_NKI: Tensor, seen: Sequence[SeenRows], rotation: Rotation | None
     ) -> Tensor:
-        """[N, K, I] -> [N, K, I], complete on every rank."""
+        """[N, K, I] -> [N, K, I], complete on every rank; `seen` in order of the blocks."""
         q_NKHD = self._query_norm(self._query(x_NKI).unflatten(-1, (self._num_heads, -1)))
         if self._rope is not None and rotation is not None:
             q_NKHD = self._rope(q_NKHD, rotation)
-        rows_NS2GD = rows_NSX.unflatten(-1, (2, self._num_kv_heads, -1))
-        k_NSGD, v_NSGD = rows_NS2GD.unbind(2)
-        o_NKHD = block_attention(q_NKHD, k_NSGD, v_NSGD, is_hidden_NKS, self._scale)
+        o_NKHD = _attend(q_NKHD, seen, self._keys_and_values, self._scale)
         return self._tp.all_reduce(self._output(o_NKHD.flatten(2)))
+
+    def _keys_and_values(self, rows_NSX: Tensor) -> tuple[Tensor, Tensor]:
+        k_NSGD, v_NSGD = rows_NSX.unflatten(-1, (2, self._num_kv_heads, -1)).unbind(2)
+        return k_NSGD, v_NSGD
 
 
 DraftAttention = DraftMla | DraftGqa
+
+
+def _attend(
+    q_NKHD: Tensor,
+    seen: Sequence[SeenRows],
+    keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
+    scale: float,
+) -> Tensor:
+    """`block_attention` of all blocks, run by run: [N, K, H, V]."""
+    runs = q_NKHD.split([len(run.rows_NSX) for run in seen])
+    parts = [
+        block_attention(q_run, *keys_and_values(run.rows_NSX), run.is_hidden_NKS, scale)
+        for q_run, run in zip(runs, seen, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -58,10 +58,6 @@ class DSparkDrafter:
         self.context = ContextRows(model)
 
     @property
-    def has_confidences(self) -> bool:
-        return self._model.config.has_confidence_head
-
-    @property
     def num_parameter_bytes(self) -> int:
         return self._model.num_parameter_bytes
 

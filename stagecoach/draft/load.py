@@ -76,5 +76,5 @@ def fill_draft(draft: DraftModel, folder: Path, progress: Progress | None = None
     reader = CheckpointReader(folder, DRAFT_NAMING)
     check_checkpoint(folder, reader.stored, draft_tensors(draft.config))
     if draft.markov_head is not None:  # the same on every rank
-        logger.info("%s", reader.summary)
+        logger.info("draft %s", reader.summary)
     fill_from(reader, draft.slots, progress)

@@ -7,10 +7,12 @@ Dimensions: T tokens, B taps, H hidden size, Y draft layers, R cache rows, D row
 rank, N blocks, K tokens of a block.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from stagecoach.draft.attention import DraftAttention, DraftGqa, DraftMla
+from stagecoach.draft.attention import DraftAttention, DraftGqa, DraftMla, SeenRows
 from stagecoach.draft.heads import ConfidenceHead, MarkovHead
 from stagecoach.draft.rope import Rope
 from stagecoach.draft.rows import DraftRows, GqaRows, MlaRows
@@ -99,7 +101,7 @@ class DraftModel:
         hidden_NKH: Tensor,
         positions_NK: Tensor,
         draft_rows_YRD: Tensor,
-        places: BlockPlaces,
+        places: Sequence[BlockPlaces],
     ) -> Tensor:
         """Run blocks through all layers and the final norm.
 
@@ -107,7 +109,7 @@ class DraftModel:
             hidden_NKH: embeddings of the blocks' tokens.
             positions_NK: int64.
             draft_rows_YRD: the cache; only rows that `places` names are read, none is written.
-            places: what each token sees.
+            places: what each token sees, run by run.
 
         Returns:
             [N, K, H], on every rank.
@@ -116,10 +118,11 @@ class DraftModel:
         for number, layer in enumerate(self._layers):
             x_NKH = layer.attention_norm(hidden_NKH)
             own_NKD = self._rows(x_NKH, rotation, slice(number, number + 1)).squeeze(2)
-            rows_NSD = block_rows(draft_rows_YRD[number], own_NKD, places)
-            hidden_NKH = hidden_NKH + layer.attention(
-                x_NKH, rows_NSD, places.is_hidden_NKS, rotation
-            )
+            seen = [
+                SeenRows(block_rows(draft_rows_YRD[number], own_NKD, run), run.is_hidden_NKS)
+                for run in places
+            ]
+            hidden_NKH = hidden_NKH + layer.attention(x_NKH, seen, rotation)
             hidden_NKH = hidden_NKH + layer.mlp(layer.mlp_norm(hidden_NKH))
         return self._final_norm(hidden_NKH)
 
@@ -157,14 +160,12 @@ class DraftMlp:
 def _rope(config: DraftConfig, dtype: torch.dtype, device: str) -> Rope | None:
     if config.rope is None:
         return None
-    is_mla = isinstance(config.attention, DraftMlaConfig)
-    num_values = (
-        config.attention.qk_rope_head_dim
-        if isinstance(config.attention, DraftMlaConfig)
-        else config.attention.head_dim
-    )
     return Rope(
-        config.rope, num_values, accumulate_dtype(dtype), device, has_neighbour_pairs=is_mla
+        config.rope,
+        config.attention.rotated_width,
+        accumulate_dtype(dtype),
+        device,
+        has_neighbour_pairs=isinstance(config.attention, DraftMlaConfig),
     )
 
 

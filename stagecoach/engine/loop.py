@@ -100,7 +100,7 @@ class EngineLoop:
         Raises:
             CapacityError: the configuration does not fit the workers' memory.
             ConfigError, CheckpointError: why a worker refused to load.
-            WorkerDiedError: a worker could not load.
+            WorkerDiedError: a worker could not load, or hangs while steps are measured.
             PlanDivergenceError: a worker executed another plan while steps were measured.
         """
         began = time.monotonic()
@@ -175,7 +175,9 @@ class EngineLoop:
         profiler = StepProfiler(self._config, memory)
         if not self._allocate(profiler.memory):
             return None
-        return profiler.run(self._port.send_workers, self._next_worker_message)
+        return profiler.run(
+            self._port.send_workers, lambda: self._next_worker_message(is_executing=True)
+        )
 
     def step(self) -> None:
         """One turn; blocks only when there is nothing to launch."""
@@ -277,10 +279,11 @@ class EngineLoop:
         Raises:
             WorkerDiedError: its time is over.
         """
-        if not self.scheduler.num_in_flight:
-            return None
+        return self._seconds_left(self._last_answer) if self.scheduler.num_in_flight else None
+
+    def _seconds_left(self, since: float) -> float:
         timeout = self._config.engine.execute_model_timeout_seconds
-        left = self._last_answer + timeout - time.monotonic()
+        left = since + timeout - time.monotonic()
         if left <= 0:
             raise WorkerDiedError(
                 f"no result for {timeout} s (--execute-model-timeout-seconds): a worker hangs"
@@ -329,8 +332,16 @@ class EngineLoop:
             self._policy.note_step(shape, stage_seconds)
         self._measured.clear()
 
-    def _next_worker_message(self) -> tuple[int, FromWorker] | None:
-        """The next one during start-up, with the worker's rank; None once a Shutdown came."""
+    def _next_worker_message(self, *, is_executing: bool = False) -> tuple[int, FromWorker] | None:
+        """The next one during start-up, with the worker's rank; None once a Shutdown came.
+
+        Args:
+            is_executing: workers have a plan, for which their time is limited.
+
+        Raises:
+            WorkerDiedError: that time is over.
+        """
+        began = time.monotonic()
         while not self._is_stopping:
             received = self._port.receive_worker()
             if received is not None:
@@ -340,7 +351,7 @@ class EngineLoop:
                 if isinstance(message, LoadProgress):
                     self._broadcast(message)
                 return received
-            self._port.wait(None)
+            self._port.wait(self._seconds_left(began) if is_executing else None)
             self._admit()
         return None
 

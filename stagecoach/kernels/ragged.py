@@ -51,6 +51,13 @@ class SegmentGroup(NamedTuple):
         return x_flat[self.flat_index_T]
 
 
+class BlockRun(NamedTuple):
+    """Neighbouring blocks whose contexts are of alike lengths, so that padding wastes little."""
+
+    num_blocks: int
+    longest: int  # positions of the longest context
+
+
 class BlockInputs(NamedTuple):
     """Where the drafter's blocks stand: N of them, one a segment that proposes.
 
@@ -60,6 +67,7 @@ class BlockInputs(NamedTuple):
     anchor_ids_N: Tensor  # int64, the newest token of each request
     starts_N: Tensor  # int64, position of the anchor: so many rows of context lie before it
     context_rows_NL: Tensor  # int64, cache row of each position; past `starts_N` any row
+    runs: tuple[BlockRun, ...]  # in order, N blocks in all
 
 
 class GroupSpan(NamedTuple):

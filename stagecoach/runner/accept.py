@@ -91,7 +91,7 @@ def make_rule(speculation: ResolvedSpeculation | None) -> AcceptanceRule:
 class _BlockNoise(NamedTuple):
     """The target's noise at the places of a block and the one behind, for the verify."""
 
-    request_id: int
+    seed: int
     position: int  # of the first
     noise_KV: Tensor
 
@@ -130,7 +130,8 @@ class SharedNoise:
         if is_random and len(rows) * num_places * table.vocab_size <= _MAX_BLOCK_NOISE:
             noise_NKV = _block_noise(rows, starts_N, num_places, table)
             for row, start, noise_KV in zip(rows, starts_N.tolist(), noise_NKV, strict=True):
-                self._kept[row] = _BlockNoise(table.traits(row).request_id, start + 1, noise_KV)
+                # A copy: the request may end here, and must not keep its neighbours' noise alive.
+                self._kept[row] = _BlockNoise(table.traits(row).seed, start + 1, noise_KV.clone())
 
         def choose(place: int, logits_NV: Tensor, drafts_NJ: Tensor) -> Tensor:
             return choose_tokens(
@@ -152,8 +153,8 @@ class SharedNoise:
         for first, end in zip(inputs.first_rows, ends, strict=True):
             row = inputs.sampling_rows[first]
             kept = self._kept.pop(row, None)
-            wanted = (table.traits(row).request_id, positions[first])
-            if kept is not None and (kept.request_id, kept.position) == wanted:
+            wanted = (table.traits(row).seed, positions[first])
+            if kept is not None and (kept.seed, kept.position) == wanted:
                 parts.append(kept.noise_KV[: end - first])
         return torch.cat(parts) if len(parts) == len(ends) else None
 
@@ -217,7 +218,7 @@ class Rejection:
             positions_N = starts_N + (1 + place)
             p_NV = probabilities(logits_NV, rows, positions_N, table, _all_pending(drafts_NJ))
             for index in random:
-                self._drafts_p[rows[index]].append(p_NV[index])
+                self._drafts_p[rows[index]].append(p_NV[index].clone())
             return _draw_from(p_NV, seeds_N, positions_N, DRAFT_STREAM)
 
         return choose
@@ -291,7 +292,8 @@ def judge_drafts(
     draft_p_D = draft_p_DV.gather(-1, ids_D1).squeeze(-1)
     uniform_D = uniform_noise(seeds_D, positions_D, ACCEPT_STREAM)
     stands_D = uniform_D * draft_p_D < target_p_D
-    rest_DV = (target_p_DV - draft_p_DV).clamp_min_(0.0)
+    # What a drafter that overflows made, NaN, takes nothing away from the target's choice.
+    rest_DV = (target_p_DV - draft_p_DV).clamp_min_(0.0).nan_to_num_(0.0)
     # Nothing is left where both are the same but for rounding; then nothing falls, but for it.
     is_empty_D1 = rest_DV.amax(-1, keepdim=True) <= 0.0
     rest_DV = torch.where(is_empty_D1, target_p_DV, rest_DV)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stagecoach.config import ResolvedSpeculation
 from stagecoach.draft.drafter import DSparkDrafter, Proposal
-from stagecoach.kernels.ragged import BlockInputs, StepTensors
+from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import TensorParallel
@@ -29,7 +29,7 @@ from stagecoach.runner.logprobs import RequestedLogprobs, prompt_logprobs, reque
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.runner.step_inputs import (
     SampleInputs,
-    build_block_context,
+    build_block_inputs,
     build_sample_inputs,
     build_target_inputs,
 )
@@ -68,6 +68,7 @@ class LastStage:
         self._model = model
         self._tp = tp
         self._drafter = drafter
+        self._num_draft_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = make_rule(speculation)
         self._table: SamplingTable | None = None
         if is_sampler:
@@ -137,7 +138,7 @@ class LastStage:
         else:
             newest_2N = _newest_tokens(plan, sampled)
         anchor_ids_N, starts_N = self._tp.broadcast(newest_2N).unbind()
-        block = BlockInputs(anchor_ids_N, starts_N, build_block_context(plan, step))
+        block = build_block_inputs(plan, step, anchor_ids_N, starts_N, self._num_draft_tokens)
         choose = None
         if self._table is not None:
             rows = [segment.sampling_row or 0 for segment in proposing]

@@ -49,6 +49,7 @@ class RowTraits:
     """The host's knowledge of a row: which features it pays for, and their sparse masks."""
 
     request_id: int
+    seed: int
     is_greedy: bool
     top_k: int | None  # None: no cut, or one that would cut nothing
     has_top_p: bool
@@ -157,6 +158,7 @@ class SamplingTable:
             )
         return RowTraits(
             request_id=entry.request_id,
+            seed=entry.seed,
             is_greedy=params.is_greedy,
             top_k=params.top_k if 0 < params.top_k < self.vocab_size else None,
             has_top_p=params.top_p < 1.0,

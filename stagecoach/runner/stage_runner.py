@@ -117,6 +117,9 @@ class StageRunner:
         return memory_needs(self._config, self._stage, self._dtype)
 
     def allocate(self, plan: MemoryPlan) -> None:
+        """Reserve pages and slots, in place of those that were reserved before."""
+        # Two at once would be more than the worker may take.
+        self._memory = None
         self._memory = DeviceMemory(self._config, self._stage, self._dtype, plan)
 
     @torch.inference_mode()

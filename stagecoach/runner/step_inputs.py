@@ -5,7 +5,7 @@ and rank gets equal tensors from an equal plan. Nothing here depends on a model'
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stagecoach.kernels.ragged import SegmentGroup, StepTensors
+from stagecoach.kernels.ragged import BlockInputs, BlockRun, SegmentGroup, StepTensors
 from stagecoach.runner.sampling_table import PendingTokens
 from stagecoach.schedule.step_plan import Segment, StepPlan
 
@@ -81,21 +81,23 @@ def split_by_shape(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
     more than double that, unless the whole is too small to matter beside a kernel call. The
     plan has segments in order of context, so that runs are long.
     """
-    runs: list[tuple[Segment, ...]] = []
-    first = 0
+    ends = list(accumulate(_runs([(item.num_tokens, item.end) for item in segments]), initial=0))
+    return [segments[first:end] for first, end in pairwise(ends)]
+
+
+def _runs(shapes: Sequence[tuple[int, int]]) -> list[int]:
+    """Lengths of the runs of `split_by_shape`, for (tokens, context) of each."""
+    lengths: list[int] = []
     real = width = context = 0
-    for index, segment in enumerate(segments):
-        real += segment.num_tokens * segment.end
-        width = max(width, segment.num_tokens)
-        context = max(context, segment.end)
-        padded = (index + 1 - first) * width * context
-        if padded > 2 * real + _FREE_PADDING:
-            runs.append(segments[first:index])
-            first, width, context = index, segment.num_tokens, segment.end
-            real = segment.num_tokens * segment.end
-    if segments:
-        runs.append(segments[first:])
-    return runs
+    for num_tokens, end in shapes:
+        real += num_tokens * end
+        width, context = max(width, num_tokens), max(context, end)
+        if lengths and (lengths[-1] + 1) * width * context <= 2 * real + _FREE_PADDING:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+            real, width, context = num_tokens * end, num_tokens, end
+    return lengths
 
 
 def build_sample_inputs(plan: StepPlan) -> SampleInputs:
@@ -163,12 +165,30 @@ def _with_windows(
     )
 
 
-def build_block_context(plan: StepPlan, step: StepTensors) -> Tensor:
-    """Cache rows behind the segments that propose: `BlockInputs.context_rows_NL`.
+def build_block_inputs(
+    plan: StepPlan,
+    step: StepTensors,
+    anchor_ids_N: Tensor,
+    starts_N: Tensor,
+    num_draft_tokens: int,
+) -> BlockInputs:
+    """The blocks behind the segments that propose, at least one.
 
     Args:
         step: `build_step_tensors(plan)`.
+        anchor_ids_N, starts_N: as in `BlockInputs`; a start is at most its segment's end.
+        num_draft_tokens: tokens of a block.
     """
+    ends = [segment.end for segment in plan.segments if segment.proposes]
+    runs, first = [], 0
+    for num_blocks in _runs([(num_draft_tokens, end) for end in ends]):
+        runs.append(BlockRun(num_blocks, max(ends[first : first + num_blocks])))
+        first += num_blocks
+    return BlockInputs(anchor_ids_N, starts_N, _block_context(plan, step), tuple(runs))
+
+
+def _block_context(plan: StepPlan, step: StepTensors) -> Tensor:
+    """`BlockInputs.context_rows_NL`: those of the groups, padded to the longest."""
     parts = []
     first = 0
     for span in step.spans():

@@ -11,8 +11,10 @@ _PRIOR_RATE = 0.7
 # How many tries of its own outweigh what is known from elsewhere.
 _BORROWED_TRIES = 2.0
 
-# On any text, some first drafts of a draft that fits its target are accepted.
+# On any text, some first drafts of a draft that fits its target are accepted. Once that was
+# seen, hard texts must be told from a draft that broke: by chance they bring long runs too.
 _BROKEN_WINDOWS = 24
+_BROKEN_LATER_WINDOWS = 96
 _BROKEN_REQUESTS = 3
 _BROKEN_RATE = 0.02
 
@@ -86,6 +88,7 @@ class FirstDrafts:
     def __init__(self) -> None:
         self._num_windows = 0
         self._num_accepted = 0
+        self._num_needed = _BROKEN_WINDOWS
         self._request_ids: set[int] = set()
 
     def note(self, request_id: int, *, is_accepted: bool) -> bool:
@@ -94,10 +97,11 @@ class FirstDrafts:
         self._num_accepted += is_accepted
         if self._num_accepted > _BROKEN_RATE * self._num_windows:
             self._num_windows = self._num_accepted = 0
+            self._num_needed = _BROKEN_LATER_WINDOWS
             self._request_ids.clear()
         elif len(self._request_ids) < _BROKEN_REQUESTS:
             self._request_ids.add(request_id)
-        return self._num_windows >= _BROKEN_WINDOWS and len(self._request_ids) >= _BROKEN_REQUESTS
+        return self._num_windows >= self._num_needed and len(self._request_ids) >= _BROKEN_REQUESTS
 
     def describe(self) -> str:
         return (

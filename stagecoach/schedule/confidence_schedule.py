@@ -23,10 +23,11 @@ def calibrate(confidences: Sequence[float], temperatures: Sequence[float]) -> li
     """sigmoid(logit(c) / temperature) of each place; as they are where `temperatures` is empty.
 
     Args:
-        confidences: raw, one a draft, in [0, 1].
+        confidences: raw, one a draft, in [0, 1] or NaN.
         temperatures: one a place, positive; places beyond the last use the last.
     """
-    clipped = [min(max(c, _LEAST_DOUBT), 1 - _LEAST_DOUBT) for c in confidences]
+    # In this order what is not a number, from a draft that overflows, becomes a doubt.
+    clipped = [min(max(_LEAST_DOUBT, c), 1 - _LEAST_DOUBT) for c in confidences]
     if not temperatures:
         return clipped
     logits = [math.log(c / (1 - c)) for c in clipped]

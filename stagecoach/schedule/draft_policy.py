@@ -33,6 +33,7 @@ class _Drafting:
 
     def __init__(self, num_places: int) -> None:
         self.rates = PlaceRates(num_places, _REQUEST_MEMORY)
+        self.has_drafts = False  # at hand since its newest row
         self.has_declined = False  # drafts were at hand, and none of them was planned
 
 
@@ -79,14 +80,17 @@ class DraftPolicy:
                 lambda: self._batch_cost(len(candidates)),
             )
             allowed = [
-                limit if self._watchdog.may_verify(candidate.request_id) else 0
+                limit if self._may_verify(candidate.request_id) else 0
                 for candidate, limit in zip(candidates, limits, strict=True)
             ]
         lengths = allowed
         if self._config.has_confidence_schedule and any(allowed):
             lengths = self._schedule(candidates, allowed, num_other_tokens)
-        for request, limit, length in zip(requests, allowed, lengths, strict=True):
-            request.has_declined = limit > 0 and length == 0
+        for candidate, request, length in zip(candidates, requests, lengths, strict=True):
+            # A budget that leaves no room for drafts makes them as useless as a doubtful draft.
+            is_wasted = request.has_drafts and length == 0
+            request.has_declined = is_wasted and self._may_verify(candidate.request_id)
+            request.has_drafts = False
             self._lengths[length] += 1
         return lengths
 
@@ -96,8 +100,9 @@ class DraftPolicy:
         return self._watchdog is None or self._watchdog.should_propose(request_id)
 
     def note_proposal(self, request_id: int, num_drafts: int) -> None:
-        """Drafts came back for a request."""
+        """Drafts came back for a request, with its newest row."""
         self._num_proposed += num_drafts
+        self._request(request_id).has_drafts = True
 
     def note_window(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
         """A window verified drafts, at least one of them."""
@@ -117,7 +122,7 @@ class DraftPolicy:
         request = self._request(request_id)
         if request.has_declined and self._watchdog is not None:
             self._watchdog.note_round(request_id, 0, 0)
-        request.has_declined = False
+        request.has_declined = request.has_drafts = False
 
     def note_step(self, shape: StepShape, stage_seconds: Sequence[float]) -> None:
         """A plan of windows only was executed, in so many busy seconds of each stage."""
@@ -148,6 +153,9 @@ class DraftPolicy:
     def _num_in_flight(self) -> int:
         """Plans that the requests alive can keep in flight."""
         return max(1, min(self._num_stages, len(self._requests)))
+
+    def _may_verify(self, request_id: int) -> bool:
+        return self._watchdog is None or self._watchdog.may_verify(request_id)
 
     def _request(self, request_id: int) -> _Drafting:
         request = self._requests.get(request_id)

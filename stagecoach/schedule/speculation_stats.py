@@ -16,6 +16,11 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False  # drafting does not pay, for any request: only probes are made
     num_pauses: int = 0  # times that it began not to pay
 
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a verify round on average, from 1 to k + 1; None without any round."""
+        return tokens_per_round(self.num_windows, self.num_accepted_tokens)
+
 
 def tokens_per_round(num_windows: int, num_accepted_tokens: int) -> float | None:
     """Mean acceptance length: the accepted drafts of a window and the target's own token.

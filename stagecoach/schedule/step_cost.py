@@ -209,9 +209,9 @@ class BatchCost:
             num_windows * (1 + drafts_K), 1 + drafts_K, proposals_K, num_in_flight
         ).tolist()
         self._plain_seconds = plain
-        self._alike = [item / plain for item in seconds]
+        self._uniform = [item / plain for item in seconds]
 
-    def of(self, num_drafts_M: Floats, longest_M: Floats, num_drafting_M: Floats) -> Floats:
+    def mixed(self, num_drafts_M: Floats, longest_M: Floats, num_drafting_M: Floats) -> Floats:
         """[M] drafts in all, [M] of the longest window, [M] requests that draft -> [M]."""
         num_tokens_M = self.num_windows + num_drafts_M
         seconds_M = self._cost.seconds_each(
@@ -219,12 +219,12 @@ class BatchCost:
         )
         return seconds_M / self._plain_seconds
 
-    def alike(self, num_drafts: float) -> float:
+    def uniform(self, num_drafts: float) -> float:
         """If every window has so many drafts, at most k, also as a mean."""
         # A mean of k may round to more.
-        whole = min(int(num_drafts), len(self._alike) - 2)
+        whole = min(int(num_drafts), len(self._uniform) - 2)
         part = min(1.0, num_drafts - whole)
-        return self._alike[whole] + part * (self._alike[whole + 1] - self._alike[whole])
+        return self._uniform[whole] + part * (self._uniform[whole + 1] - self._uniform[whole])
 
 
 def _fit_stage(measured: Sequence[tuple[StepShape, float]]) -> StageCost:

@@ -3,6 +3,8 @@
 Owns the comparison of rolling acceptance with what rounds cost, the pauses that follow from it,
 and the probes by which a pause ends. Knows no confidence and no clock: its time is the number of
 plans with windows.
+
+Dimensions: M numbers of requests that draft, 0 to all of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +80,7 @@ class Watchdog:
         self._all = Payoff(_SHARED_MEMORY)
         self._num_failures = 0  # the most of any request during this pause
         self._plan = 0
-        self._batch: BatchCost | None = None
+        self._cost: BatchCost | None = None
         self._reviewed: set[tuple[int, ...]] = set()  # batches that need no new decision
         self._first_drafts = FirstDrafts()
         self._told: set[str] = set()
@@ -97,8 +99,8 @@ class Watchdog:
         key = tuple(request_ids)
         if key not in self._reviewed:
             self._reviewed.add(key)
-            self._batch = make_cost()
-            self._decide(key, self._batch)
+            self._cost = make_cost()
+            self._decide(key, self._cost)
 
     def may_verify(self, request_id: int) -> bool:
         """Whether drafts at hand are worth a thought: drafting pays, or they are a probe's."""
@@ -121,12 +123,12 @@ class Watchdog:
 
     def note_round(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
         """What came of a proposal: none of it was verified where `num_drafts` is 0."""
-        assert self._batch is not None, "a round is planned before it ends"
+        assert self._cost is not None, "a round is planned before it ends"
         self._reviewed.clear()
         request = self._request(request_id)
         if request.is_probing:
             request.is_probing = False
-            if 1 + num_accepted >= self._batch.alike(num_drafts):
+            if 1 + num_accepted >= self._cost.uniform(num_drafts):
                 request.payoff.restart()
             else:
                 request.num_failures += 1
@@ -146,24 +148,14 @@ class Watchdog:
     def forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
-    def _decide(self, request_ids: Sequence[int], batch: BatchCost) -> None:
+    def _decide(self, request_ids: Sequence[int], cost: BatchCost) -> None:
         requests = [self._request(request_id) for request_id in request_ids]
         num_paying_before = sum(request.pays for request in requests)
-        shared = self._shared_outlook(batch)
-        outlooks = [_blend(item.payoff, batch, shared, _borrowed(item)) for item in requests]
+        shared = self._shared_outlook(cost)
+        outlooks = [_blend(item.payoff, cost, shared, _borrowed(item)) for item in requests]
         order = sorted(range(len(outlooks)), key=lambda index: -outlooks[index].speedup)
         best = [outlooks[index] for index in order]
-        # With the first 0, 1, ... of the order drafting.
-        drafts_M = np.array([0.0, *(item.num_drafts for item in best)])
-        gains = [item.speedup * batch.alike(item.num_drafts) - 1 for item in best]
-        tokens_M = np.cumsum([float(len(order)), *gains])
-        cost_M = batch.of(
-            np.cumsum(drafts_M), np.maximum.accumulate(drafts_M), np.arange(len(order) + 1.0)
-        )
-        num_paying = sum(item.speedup >= 1 for item in best)
-        # They may be too few to carry what a block pass costs the whole batch.
-        if tokens_M[num_paying] < cost_M[num_paying] * len(order):
-            num_paying = int(np.argmax(tokens_M / cost_M))
+        num_paying = _num_paying(best, cost)
         for rank, index in enumerate(order):
             requests[index].pays = rank < num_paying
         self._note_pause(best[0].speedup)
@@ -178,23 +170,23 @@ class Watchdog:
     def _request(self, request_id: int) -> _Watched:
         request = self._requests.get(request_id)
         if request is None:
-            pays = self._batch is None or self._shared_outlook(self._batch).speedup >= 1
+            pays = self._cost is None or self._shared_outlook(self._cost).speedup >= 1
             request = _Watched(pays=pays, plan=self._plan, num_failures=self._num_failures)
             self._requests[request_id] = request
         return request
 
-    def _shared_outlook(self, batch: BatchCost) -> _Outlook:
+    def _shared_outlook(self, cost: BatchCost) -> _Outlook:
         trusted = _Outlook(_TRUSTED_SPEEDUP, self._trusted_drafts)
-        return _blend(self._all, batch, trusted, _TRUST_ROUNDS * self._all.novelty)
+        return _blend(self._all, cost, trusted, _TRUST_ROUNDS * self._all.novelty)
 
     def _distance(self, request: _Watched) -> int:
         """Plans from probe to probe: a power of two."""
-        batch = self._batch
+        cost = self._cost
         least = float(_LEAST_DISTANCE)
         # Where drafting pays for others, their gain covers the probes.
-        if batch is not None and self.is_paused:
-            loss = batch.alike(max(1.0, request.payoff.mean_drafts)) - 1
-            least = max(least, loss * batch.num_in_flight / _PROBE_SHARE)
+        if cost is not None and self.is_paused:
+            loss = cost.uniform(max(1.0, request.payoff.mean_drafts)) - 1
+            least = max(least, loss * cost.num_in_flight / _PROBE_SHARE)
         num_doublings = min(_MOST_DOUBLINGS, request.num_failures)
         return 1 << (int(least - 1).bit_length() + num_doublings)
 
@@ -225,21 +217,39 @@ class Watchdog:
         self._told.add(event)
 
     def _describe(self, payoff: Payoff) -> str:
-        assert self._batch is not None, "a plan comes before its outcome"
+        assert self._cost is not None, "a plan comes before its outcome"
         return (
             f"{payoff.mean_tokens:.2f} tokens a round of {payoff.mean_drafts:.1f} drafts, which "
-            f"costs {self._batch.alike(payoff.mean_drafts):.2f} plain steps"
+            f"costs {self._cost.uniform(payoff.mean_drafts):.2f} plain steps"
         )
+
+
+def _num_paying(best: Sequence[_Outlook], cost: BatchCost) -> int:
+    """How many of a batch draft, in the order of their speedup.
+
+    All that are worth it alone; if those are too few to carry what a block pass costs the whole
+    batch, as many as bring the most tokens for the cost.
+    """
+    num_paying = sum(item.speedup >= 1 for item in best)
+    drafts_M = np.array([0.0, *(item.num_drafts for item in best)])
+    gains = [item.speedup * cost.uniform(item.num_drafts) - 1 for item in best]
+    tokens_M = np.cumsum([float(len(best)), *gains])
+    cost_M = cost.mixed(
+        np.cumsum(drafts_M), np.maximum.accumulate(drafts_M), np.arange(len(best) + 1.0)
+    )
+    if tokens_M[num_paying] < cost_M[num_paying] * len(best):
+        num_paying = int(np.argmax(tokens_M / cost_M))
+    return num_paying
 
 
 def _borrowed(request: _Watched) -> float:
     return _BORROWED_FOR_GOOD + _BORROWED_AT_FIRST * request.payoff.novelty
 
 
-def _blend(payoff: Payoff, batch: BatchCost, other: _Outlook, num_other_rounds: float) -> _Outlook:
+def _blend(payoff: Payoff, cost: BatchCost, other: _Outlook, num_other_rounds: float) -> _Outlook:
     """What rounds say, with another outlook that weighs as much as so many."""
     num_rounds = payoff.num_rounds
-    own = _Outlook(payoff.mean_tokens / batch.alike(payoff.mean_drafts), payoff.mean_drafts)
+    own = _Outlook(payoff.mean_tokens / cost.uniform(payoff.mean_drafts), payoff.mean_drafts)
     total = num_rounds + num_other_rounds
     return _Outlook(
         (num_rounds * own.speedup + num_other_rounds * other.speedup) / total,

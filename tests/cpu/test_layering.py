@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,32 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for name in _MODULES:
         visit(name, ())
+
+
+def _private_members(name: str) -> set[str]:
+    """What classes of a module keep to themselves: methods, and attributes that they set."""
+    members = set()
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.FunctionDef):
+            members.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            members.add(node.attr)
+    return {member for member in members if re.match(r"_[^_]", member)}
+
+
+def test_no_module_reaches_into_what_another_keeps_to_itself() -> None:
+    members = {name: _private_members(name) for name in _MODULES}
+    private = set().union(*members.values())
+    assert len(private) > 100
+    prying = []
+    for name, own in members.items():
+        foreign = private - own
+        prying += [
+            f"{name}, line {node.lineno}: {ast.unparse(node)}"
+            for node in ast.walk(_tree(name))
+            if isinstance(node, ast.Attribute) and node.attr in foreign
+        ]
+    assert not prying
 
 
 def test_a_folder_exports_names_and_does_nothing_else() -> None:

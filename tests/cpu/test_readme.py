@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ name only what exists; the support table is the real one."""
+"""The README, the pages of docs/ and the model cards name only what exists."""
 
 import ast
 import re
@@ -20,6 +20,8 @@ _PAGES = (
     _ROOT / "README.md",
     _ROOT / "CONTRIBUTING.md",
     *sorted((_ROOT / "docs").glob("*.md")),
+    *sorted((_PACKAGE / "demo").glob("*.md")),
+    *sorted((_ROOT / "training").glob("*/README.md")),
 )
 _INVARIANTS = range(1, 93)
 
@@ -43,9 +45,15 @@ def _command_lines(text: str) -> list[list[str]]:
     lines = [
         line.removeprefix("$ ").partition("  #")[0]
         for block in _code_blocks(text)
-        for line in block.splitlines()
+        for line in block.replace("\\\n", "").splitlines()
     ]
     return [shlex.split(line) for line in lines if line.startswith(starts)]
+
+
+def _headings(page: Path) -> set[str]:
+    """What links call the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 @cache
@@ -67,7 +75,7 @@ def test_the_support_table_is_the_generated_one() -> None:
     )
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 def test_commands_exist_with_their_options(page: Path) -> None:
     makefile = (_ROOT / "Makefile").read_text(encoding="utf-8")
     for program, *words in _command_lines(page.read_text(encoding="utf-8")):
@@ -88,12 +96,14 @@ def test_the_readme_names_every_command() -> None:
         assert f"`{name}`" in _README or f"stagecoach {name}" in _README
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         if not target.startswith("https://"):
-            assert (page.parent / target).exists(), target
+            path = page.parent / target if target else page
+            assert path.exists(), target
+            assert not heading or heading in _headings(path), f"{target}#{heading}"
     for name in re.findall(r"`([\w./-]+(?:/|\.(?:py|md|toml|txt|model)))`", text):
         # A bare file name speaks of the folder before it, or of a checkpoint's file.
         if "/" in name and "NAME" not in name:
@@ -102,7 +112,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 def test_functions_classes_and_tests_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for file, name in re.findall(r"`([\w/]+\.py):(\w[\w.]*)`", text):

@@ -202,6 +202,11 @@ def test_a_draft_that_does_not_fit_is_named_with_what_does_not(
     assert text in str(caught.value)
 
 
+def test_a_draft_is_no_model_and_is_named(draft_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^--model={draft_folder}: config\.json: model_type="):
+        resolve(EngineConfig(model=str(draft_folder)))
+
+
 def test_a_draft_folder_that_is_missing_is_named(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--speculative-config model=/nowhere/at/all: .*tiny-draft"

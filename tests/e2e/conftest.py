@@ -9,12 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.small_engine import write_small_model
+from tests.small_engine import write_small_draft, write_small_model
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For that model; untrained."""
+    return write_small_draft(tmp_path_factory.mktemp("draft"))
 
 
 @pytest.fixture(scope="session", autouse=True)

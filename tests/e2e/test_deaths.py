@@ -37,20 +37,49 @@ def stream_until_it_breaks(llm: LLM, begun: threading.Barrier) -> None:
             begun.wait(timeout=30)
 
 
+def wait_for_windows(llm: LLM) -> None:
+    """Until some have been verified; as requests never pause, others then are in flight."""
+    deadline = time.monotonic() + 30
+    while (stats := llm.stats().speculation) is None or stats.num_windows < 10:
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.01)
+
+
 def iter_for_ever(llm: LLM):  # type: ignore[no-untyped-def]
     while True:
         yield from llm.stream([1, 2, 3], LONG)
 
 
-@pytest.mark.parametrize("victim", ["worker[0,0]", "worker[1,1]", "engine loop"])
-def test_a_killed_process_ends_the_engine_and_is_named(folder: Path, victim: str) -> None:
-    llm = process_engine(folder, pipeline_parallel_size=2, tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("victim", "is_drafted"),
+    [
+        ("worker[0,0]", False),
+        ("worker[1,1]", False),
+        ("engine loop", False),
+        ("worker[0,1]", True),
+        ("worker[1,0]", True),
+        ("worker[1,1]", True),
+    ],
+)
+def test_a_killed_process_ends_the_engine_and_is_named(
+    folder: Path, draft_folder: Path, victim: str, *, is_drafted: bool
+) -> None:
+    """Also while windows of drafts are in flight."""
+    speculation = {"model": str(draft_folder), "confidence_schedule": False, "watchdog": False}
+    llm = process_engine(
+        folder,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        speculative_config=speculation if is_drafted else None,
+    )
     process_ids = llm.client.engine.process_ids
     watch = Watch(process_ids.values())
     begun = threading.Barrier(4)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(stream_until_it_breaks, llm, begun) for _ in range(3)]
         begun.wait(timeout=30)
+        if is_drafted:
+            wait_for_windows(llm)
         killed_at = time.monotonic()
         os.kill(process_ids[victim], signal.SIGKILL)
         for future in waiting:

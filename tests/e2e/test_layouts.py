@@ -31,18 +31,32 @@ class Layout(NamedTuple):
     num_ranks: int
     budget: int
     partition: tuple[int, ...] | None = None
+    num_drafts: int = 0
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, draft_folder: Path) -> dict[str, Any]:
+        """With windows of fixed length, where there are drafts."""
+        speculation = {
+            "model": str(draft_folder),
+            "num_speculative_tokens": self.num_drafts,
+            "confidence_schedule": False,
+            "watchdog": False,
+        }
         return {
             "pipeline_parallel_size": self.num_stages,
             "tensor_parallel_size": self.num_ranks,
             "max_num_batched_tokens": self.budget,
             "pp_partition": self.partition,
+            "speculative_config": speculation if self.num_drafts else None,
         }
 
 
-LAYOUTS = [Layout(2, 2, 7), Layout(3, 1, 24, (1, 2, 1)), Layout(1, 4, 9)]
+LAYOUTS = [
+    Layout(2, 2, 7),
+    Layout(3, 1, 24, (1, 2, 1)),
+    Layout(1, 4, 9),
+    Layout(2, 2, 24, num_drafts=3),
+    Layout(3, 1, 11, (1, 2, 1), num_drafts=7),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +68,8 @@ def expected(folder: Path) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
-    with process_engine(folder, **request.param.options) as llm:
+def engine(request: pytest.FixtureRequest, folder: Path, draft_folder: Path) -> Iterator[LLM]:
+    with process_engine(folder, **request.param.options(draft_folder)) as llm:
         yield llm
 
 
@@ -72,6 +86,9 @@ def test_a_batch_equals_requests_alone_on_one_stage(
     for output, other in zip(outputs, expected, strict=True):
         assert_same_completions(output.outputs, other.outputs)
         assert_same_logprobs(output.prompt_logprobs, other.prompt_logprobs)
+    speculation = llm.stats().speculation
+    assert (speculation is None) == (llm.config.num_draft_tokens == 0)
+    assert speculation is None or speculation.num_draft_tokens > 0
 
 
 def test_streams_of_several_threads_with_aborts_between(

@@ -46,6 +46,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
         "target_num_hidden_layers": NUM_LAYERS,
         "target_layer_ids": [-1, 3, 7, 8],
         "mask_token_id": MASK_TOKEN_ID,
+        "block_size": BLOCK_LENGTH,
         "bos_token_id": BOS_TOKEN_ID,
         "eos_token_id": END_OF_MESSAGE_ID,
         "pad_token_id": PAD_TOKEN_ID,

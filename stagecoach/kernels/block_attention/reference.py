@@ -7,8 +7,10 @@ the case of one group whose values are the first columns of its keys.
     place   0 ............. start ...... L ......... L + K = S
             | context rows  | hidden     | the block's rows |
 
-Dimensions: N blocks, K tokens of a block, L the longest context, S places, H query heads,
-G key heads, D query and key width, V value width, R cache rows, X row width.
+Blocks are taken in runs of alike contexts, since each is padded to the longest of its run.
+
+Dimensions: N blocks of a run, K tokens of a block, L the longest context, S places, H query
+heads, G key heads, D query and key width, V value width, R cache rows, X row width.
 """
 
 from typing import NamedTuple
@@ -21,38 +23,53 @@ from stagecoach.kernels.ragged import BlockInputs
 
 
 class BlockPlaces(NamedTuple):
-    """What the blocks of one pass see; every layer reads it."""
+    """What the blocks of one run see; every layer reads it."""
 
+    blocks: slice  # which of the pass they are
     context_rows_M: Tensor  # int64, N * L cache rows; row 0, which holds zeros, past a context
     is_hidden_NKS: Tensor  # bool, True where a token must not look
 
 
-def block_places(block: BlockInputs, num_tokens: int, *, is_causal: bool) -> BlockPlaces:
-    """Places of blocks of `num_tokens` tokens.
+def block_places(
+    block: BlockInputs, num_tokens: int, *, is_causal: bool
+) -> tuple[BlockPlaces, ...]:
+    """Places of blocks of `num_tokens` tokens, for each run.
 
     A token sees positions [0, start) of the context and all of its block, or with `is_causal`
     its block's tokens up to itself.
     """
-    num_blocks, num_positions = block.context_rows_NL.shape
     device = block.starts_N.device
-    is_past_NL = torch.arange(num_positions, device=device) >= block.starts_N.unsqueeze(1)
     is_later_KK = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     if is_causal:
         is_later_KK = is_later_KK.logical_not_().triu_(1)
-    is_hidden_NKS = torch.cat(
-        (
-            is_past_NL.unsqueeze(1).expand(-1, num_tokens, -1),
-            is_later_KK.expand(num_blocks, -1, -1),
-        ),
-        dim=2,
-    )
-    # A masked score still multiplies the value behind it, and what lies there may be NaN.
-    rows_NL = block.context_rows_NL.masked_fill(is_past_NL, 0)
-    return BlockPlaces(rows_NL.flatten(), is_hidden_NKS)
+    places = []
+    first = 0
+    for num_blocks, longest in block.runs:
+        blocks = slice(first, first + num_blocks)
+        first = blocks.stop
+        starts_N1 = block.starts_N[blocks].unsqueeze(1)
+        is_past_NL = torch.arange(longest, device=device) >= starts_N1
+        is_hidden_NKS = torch.cat(
+            (
+                is_past_NL.unsqueeze(1).expand(-1, num_tokens, -1),
+                is_later_KK.expand(num_blocks, -1, -1),
+            ),
+            dim=2,
+        )
+        # A masked score still multiplies the value behind it, and what lies there may be NaN.
+        rows_NL = block.context_rows_NL[blocks, :longest].masked_fill(is_past_NL, 0)
+        places.append(BlockPlaces(blocks, rows_NL.flatten(), is_hidden_NKS))
+    assert first == len(block.starts_N), f"runs {block.runs} of {len(block.starts_N)} blocks"
+    return tuple(places)
 
 
 def block_rows(cache_RX: Tensor, own_NKX: Tensor, places: BlockPlaces) -> Tensor:
-    """Rows at every place: [N, S, X] in the own rows' type."""
+    """Rows at every place of a run: [N, S, X] in the own rows' type.
+
+    Args:
+        own_NKX: of all blocks of the pass.
+    """
+    own_NKX = own_NKX[places.blocks]
     context_MX = cache_RX.index_select(0, places.context_rows_M).to(own_NKX.dtype)
     context_NLX = context_MX.view(len(own_NKX), -1, own_NKX.shape[2])
     return torch.cat((context_NLX, own_NKX), dim=1)

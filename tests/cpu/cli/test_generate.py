@@ -56,6 +56,7 @@ def test_json_tells_how_drafts_fared(generate: Any, draft: Path) -> None:
     assert timings["num_accepted_tokens"] == stats["num_accepted_tokens"]
     mean = timings["mean_acceptance_length"]
     assert mean == 1 + timings["num_accepted_tokens"] / timings["num_windows"]
+    assert stats["mean_acceptance_length"] == mean
     assert len(stats["drafted_per_position"]) == len(stats["accepted_per_position"]) == 3
     assert sum(stats["drafted_per_position"]) == stats["num_draft_tokens"]
 

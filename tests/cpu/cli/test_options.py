@@ -149,6 +149,7 @@ def test_a_bad_file_is_refused(config_file: Path, content: str, text: str) -> No
     config_file.write_text(content + "\n")
     with pytest.raises(ConfigError) as caught:
         read_config_file(config_file)
+    assert str(caught.value).startswith(f"--config={config_file}: ")
     assert text in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -196,7 +197,7 @@ def test_help_shows_each_doc_line_and_default() -> None:
         if item.default not in (None, False, dataclasses.MISSING):
             assert f"[default: {item.default}]" in text
     for key, doc in field_docs(SpeculativeConfig).items():
-        assert _wrapped(f"{key} ({doc}") in _wrapped(text)
+        assert _wrapped(f"{key}: {doc}") in _wrapped(text)
 
 
 def _wrapped(text: str) -> str:

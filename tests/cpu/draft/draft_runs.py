@@ -16,7 +16,7 @@ from stagecoach.draft.drafter import Choose, DSparkDrafter, Proposal
 from stagecoach.draft.load import fill_draft
 from stagecoach.draft.model import DraftModel
 from stagecoach.draft_config import DraftConfig, load_draft_config
-from stagecoach.kernels.ragged import BlockInputs, StepTensors
+from stagecoach.kernels.ragged import BlockInputs, BlockRun, StepTensors
 from tests.cpu.model.model_runs import (
     NUM_PAGES,
     PAGE_SIZE,
@@ -164,6 +164,9 @@ def block_inputs(rows: Sequence[Row], anchors: Sequence[int]) -> BlockInputs:
     """Past a context stands a row that holds nothing: page 1 is handed out last."""
     longest = max(row.num_computed for row in rows)
     unused = PAGE_SIZE
+    # The first alone, the others together.
+    lengths = [row.num_computed for row in rows]
+    parts = [part for part in (lengths[:1], lengths[1:]) if part]
     return BlockInputs(
         anchor_ids_N=torch.tensor(anchors),
         starts_N=torch.tensor([row.num_computed for row in rows]),
@@ -174,6 +177,7 @@ def block_inputs(rows: Sequence[Row], anchors: Sequence[int]) -> BlockInputs:
                 for row in rows
             ]
         ),
+        runs=tuple(BlockRun(len(part), max(part)) for part in parts),
     )
 
 

@@ -253,5 +253,4 @@ def test_without_a_confidence_head_there_are_none(write_draft: WriteDraft) -> No
     stage = Stage.read(write_draft(CONFIGS["mla"] | {"enable_confidence_head": False}))
     requests = make_requests([4], NUM_TAPS)
     stage.write_all(requests)
-    assert not stage.drafters[0].has_confidences
     assert stage.propose(requests, [1]).confidences_NK is None

@@ -45,6 +45,7 @@ from tests.cpu.model.test_weights import OneOfMany
 
 pytestmark = pytest.mark.cpu
 
+DOCS = Path(__file__).parents[3] / "docs" / "drafts.md"
 SHAPE = TinyDraftShape()
 TINY = {"mla": mla_draft_config(SHAPE), "gqa": gqa_draft_config(SHAPE)}
 
@@ -85,6 +86,27 @@ def test_the_larger_latent_draft_has_the_published_size() -> None:
         "markov_rank": 512,
     }
     assert sum(map(math.prod, shapes(config).values())) == 2_686_752_257
+
+
+def test_what_a_published_draft_takes() -> None:
+    """The table of `docs/drafts.md`: bytes of weights, and of a token's context rows."""
+    ranks = {1: (SingleRank(),), 8: (OneOfMany(0, 8), OneOfMany(7, 8))}
+    sizes: dict[int, list[str]] = {1: [], 8: []}
+    rows = []
+    for config in map(parse_draft_config, (MLA_CONFIG, GQA_CONFIG)):
+        for tp_size, some in ranks.items():
+            models = [DraftModel(config, tp, torch.bfloat16, device="meta") for tp in some]
+            sizes[tp_size].append(", ".join(f"{model.num_parameter_bytes:,}" for model in models))
+        widths = [config.num_layers * config.cache_row_width(tp_size) for tp_size in ranks]
+        rows.append(", ".join(f"{2 * width:,}" for width in widths))
+    page = DOCS.read_text(encoding="utf-8")
+    for name, cells in (
+        ("weights, tp 1", sizes[1]),
+        ("weights, tp 8: rank 0, each other", sizes[8]),
+        ("context rows a token, tp 1 and tp 8", rows),
+    ):
+        line = f"| {name} | {' | '.join(cells)} |"
+        assert line in page, f"the table lacks: {line}"
 
 
 def test_tap_norms_have_a_tensor_each() -> None:
@@ -245,6 +267,8 @@ def test_the_drafter_shares_the_targets_embedding_and_head(tp_size: int, tmp_pat
         load_drafter(config, model, tp, torch.float64, seen.append)
         for model, tp in zip(models, ranks, strict=True)
     ]
+    for drafter, model in zip(drafters, models, strict=True):
+        assert drafter._embedding is model.embedding and drafter._head is model.head
     assert seen[-1].num_loaded == seen[-1].num_tensors
     assert seen[-1].num_bytes == seen[-1].total_bytes == drafters[-1].num_parameter_bytes
     stage = Stage(config.speculation.draft, drafters, torch.float64)

@@ -42,10 +42,6 @@ class ScriptedDrafter:
         self._script = script
         self._token_of_row: dict[int, int] = {}
 
-    @property
-    def has_confidences(self) -> bool:
-        return True
-
     def write_context(self, taps_TNH: Tensor, step: StepTensors, draft_rows_YRD: Tensor) -> None:
         assert len(taps_TNH) == step.num_tokens
         assert not taps_TNH.isnan().any(), "a tap was read from free memory"
@@ -97,21 +93,29 @@ def use_script(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     monkeypatch.setattr("stagecoach.runner.stage_runner.load_drafter", load_drafter)
 
 
-def scatter_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of any length from nothing to all drafts, another for each request and step."""
+def scatter_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Windows of any length from nothing to all drafts, another for each request and step.
+
+    Returns:
+        Every length that is chosen from here on.
+    """
     calls = 0
+    chosen: list[int] = []
 
     def choose_lengths(
         self: DraftPolicy, candidates: Sequence[Candidate], num_other_tokens: int
     ) -> list[int]:
         nonlocal calls
         calls += 1
-        return [
+        lengths = [
             (calls * 13 + index * 7) * _SCATTER % 2**32 % (candidate.limit + 1)
             for index, candidate in enumerate(candidates)
         ]
+        chosen.extend(lengths)
+        return lengths
 
     monkeypatch.setattr(DraftPolicy, "choose_lengths", choose_lengths)
+    return chosen
 
 
 def verify_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

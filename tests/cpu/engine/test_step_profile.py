@@ -1,6 +1,7 @@
 """Measuring what steps cost: the ladder, the scratch plans, and that nothing is left of them."""
 
 import dataclasses
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from stagecoach.engine.messages import (
     StepEcho,
 )
 from stagecoach.engine.step_profile import StageClock, StepProfiler, make_ladder, shape_of
-from stagecoach.errors import PlanDivergenceError
+from stagecoach.errors import PlanDivergenceError, WorkerDiedError
 from stagecoach.schedule.step_cost import StepShape
 from stagecoach.schedule.step_plan import RowResult, StepPlan, StepResult, plan_digest
 from tests.cpu.engine.fakes import ScriptedPort, expected_tokens, outputs, resolved, submit
@@ -242,6 +243,26 @@ def test_a_shutdown_while_steps_are_measured_ends_the_engine() -> None:
     port.then(port.finish_plan, port.finish_plan, lambda: port.say(Shutdown()))
     EngineLoop(config, port).run()
     assert port.to_workers[-1] == Shutdown() and not port.sent(EngineReady)
+
+
+def test_a_worker_that_hangs_while_steps_are_measured_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, port = start(speculating(execute_model_timeout_seconds=40))
+    now = time.monotonic()
+    waits: list[float | None] = []
+
+    def wait(timeout_seconds: float | None) -> None:
+        nonlocal now
+        waits.append(timeout_seconds)
+        assert len(waits) < 9, "the loop waits for ever"
+        now += 15.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(port, "wait", wait)
+    with pytest.raises(WorkerDiedError, match=r"40 s \(--execute-model-timeout-seconds"):
+        loop.run()
+    assert waits == [40.0, 25.0, 10.0]
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])

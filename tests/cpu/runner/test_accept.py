@@ -191,6 +191,12 @@ def test_rejection_keeps_the_distribution_at_its_ends(drafter: str) -> None:
         assert (outcome.num_accepted_R == 2).all()
 
 
+def test_rejection_keeps_the_distribution_when_the_drafter_overflows() -> None:
+    """NaN may make drafts useless, never what is sampled."""
+    outcome = two_tokens(Rejection(2), {}, torch.full_like(TARGET_VV, torch.nan))
+    assert strays(outcome, {}) < 3.09
+
+
 def judge_without_ratio(
     target_p_DV: Tensor, draft_p_DV: Tensor, draft_ids_D: Tensor, *noise: Tensor
 ) -> Tensor:
@@ -337,28 +343,41 @@ def test_noise_of_a_block_is_not_made_again_to_verify_it(monkeypatch: pytest.Mon
     assert num_calls == drafter.calls.count("propose") + 1
 
 
-def test_noise_of_another_request_or_place_is_never_used() -> None:
-    """A row changes hands, or its request goes on elsewhere than behind its block."""
+def test_noise_of_another_seed_or_place_is_never_used() -> None:
+    """A row changes hands, or its request goes on elsewhere than behind its block.
+
+    Ids of requests say nothing: the scratch plans at the start have ids of their own.
+    """
     rule = SharedNoise(2)
     logits_RV = torch.zeros(1, VOCAB_SIZE)
-    for start, request_id in [(6, 0), (5, 1), (5, 0)]:
-        table = make_table(VOCAB_SIZE, [{}])
-        rule.draft_choice([0], torch.tensor([5]), table)
-        entry = SamplingEntry(
-            row=0,
-            request_id=request_id,
-            params=SamplingParams(),
-            seed=request_id,
-            stop_token_ids=(),
-            num_prompt_tokens=2,
-        )
-        table.admit([entry])
-        plan = StepPlan(step=0, segments=(window(0, start, 0, [], request_id),))
+    for start, seed in [(6, 0), (5, 1), (5, 0)]:
+        table = make_table(VOCAB_SIZE, [{}], seeds=[seed])
+        plan = StepPlan(step=0, segments=(window(0, start, 0, []),))
         inputs = build_sample_inputs(plan)
         expected = SharedNoise(0).verify(logits_RV, inputs, table)
-        assert (rule._take_noise(inputs, table) is not None) == ((start, request_id) == (5, 0))
+        rule.draft_choice([0], torch.tensor([5]), make_table(VOCAB_SIZE, [{}]))
+        assert (rule._take_noise(inputs, table) is not None) == ((start, seed) == (5, 0))
         rule.draft_choice([0], torch.tensor([5]), make_table(VOCAB_SIZE, [{}]))
         assert torch.equal(rule.verify(logits_RV, inputs, table).token_ids_R, expected.token_ids_R)
+
+
+@pytest.mark.parametrize(
+    "rule", [SharedNoise(2), Rejection(2)], ids=lambda rule: type(rule).__name__
+)
+def test_what_is_kept_of_a_row_holds_no_memory_of_its_neighbours(
+    rule: SharedNoise | Rejection,
+) -> None:
+    """A row whose request has ended keeps its part until the row has a new tenant."""
+    table = make_table(VOCAB_SIZE, [{}] * 4)
+    choose = rule.draft_choice(range(4), torch.full((4,), 5), table)
+    choose(0, TARGET_VV[:4], torch.empty(4, 0, dtype=torch.int64))
+    if isinstance(rule, SharedNoise):
+        kept = [item.noise_KV for item in rule._kept.values()]
+    else:
+        kept = [p_V for parts in rule._drafts_p.values() for p_V in parts]
+    assert len(kept) == 4
+    for part in kept:
+        assert part.untyped_storage().nbytes() == part.nbytes
 
 
 # Synthetic acceptance

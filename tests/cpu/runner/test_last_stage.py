@@ -326,7 +326,8 @@ def test_every_rank_of_the_stage_runs_the_same_blocks() -> None:
     assert drafters[0].calls == drafters[1].calls
     assert len(drafters[0].blocks) > 5
     for ours, theirs in zip(drafters[0].blocks, drafters[1].blocks, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
+        assert ours.runs == theirs.runs
+        for one, other in zip(ours[:3], theirs[:3], strict=True):
             assert torch.equal(one, other)
     assert second._table is None
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from stagecoach.cache.memory_plan import MemoryPlan
 from stagecoach.config import ResolvedConfig
 from stagecoach.model import tiny
 from stagecoach.pipeline.thread_links import ThreadMesh
@@ -182,6 +183,30 @@ def test_a_plan_before_the_memory_is_our_mistake(checkpoints: dict[str, Path]) -
     runner.load(lambda done_bytes, total_bytes: None)
     with pytest.raises(AssertionError, match="load and allocate first"):
         runner.run(mixed_plans()[0])
+
+
+def test_memory_of_scratch_plans_is_given_back_before_more_is_taken(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker holds twice what it may take."""
+    num_alive = 0
+
+    def allocate(*_: Any) -> object:
+        nonlocal num_alive
+        assert num_alive == 0
+        num_alive += 1
+        return Reserved()
+
+    class Reserved:
+        def __del__(self) -> None:
+            nonlocal num_alive
+            num_alive -= 1
+
+    monkeypatch.setattr("stagecoach.runner.stage_runner.DeviceMemory", allocate)
+    runner = alone(config_of(checkpoints["kimi_k3"]))
+    for _ in range(2):
+        runner.allocate(MemoryPlan(num_pages=2, num_slots=2))
+    assert num_alive == 1
 
 
 def test_loading_reports_bytes_up_to_the_total(checkpoints: dict[str, Path]) -> None:

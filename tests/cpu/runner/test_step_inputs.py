@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stagecoach.kernels.ragged import SegmentGroup, StepTensors
+from stagecoach.kernels.ragged import BlockRun, SegmentGroup, StepTensors
 from stagecoach.runner.step_inputs import (
-    build_block_context,
+    build_block_inputs,
     build_sample_inputs,
     build_step_tensors,
     build_target_inputs,
@@ -261,13 +261,38 @@ def test_a_block_reads_the_cache_rows_of_its_segment(case: Case) -> None:
     if not proposing:
         return
     step = build_step_tensors(case.plan, case.block_size)
-    context_rows_NL = build_block_context(case.plan, step)
-    assert context_rows_NL.dtype == torch.int64
-    assert len(context_rows_NL) == len(proposing)
-    for rows_L, segment in zip(context_rows_NL.tolist(), proposing, strict=True):
+    starts_N = torch.tensor([segment.end for segment in proposing])
+    block = build_block_inputs(case.plan, step, torch.zeros_like(starts_N), starts_N, 3)
+    assert block.context_rows_NL.dtype == torch.int64
+    assert len(block.context_rows_NL) == len(proposing)
+    assert sum(run.num_blocks for run in block.runs) == len(proposing)
+    for rows_L, segment in zip(block.context_rows_NL.tolist(), proposing, strict=True):
         assert rows_L[: segment.end] == [
             cache_row(segment, position, case.block_size) for position in range(segment.end)
         ]
+
+
+def test_blocks_behind_short_contexts_are_not_padded_to_a_long_one() -> None:
+    segments = []
+    for index, end in enumerate((600, 610, 4000)):
+        pages = pack_page_table(tuple(range(1, 2 + end // 64)))
+        segments.append(
+            Segment(
+                request_id=index,
+                epoch=0,
+                start=end - 1,
+                token_ids=(1,),
+                read_slot=1 + index,
+                write_slot=1 + index,
+                page_table=pages,
+                sampling_row=index,
+                proposes=True,
+            )
+        )
+    plan = StepPlan(step=0, segments=tuple(segments))
+    starts_N = torch.tensor([600, 610, 4000])
+    block = build_block_inputs(plan, build_step_tensors(plan, 64), starts_N, starts_N, 7)
+    assert block.runs == (BlockRun(2, 610), BlockRun(1, 4000))
 
 
 @settings(deadline=None)

@@ -108,9 +108,14 @@ def run(
     *,
     num_at_once: int,
     num_places: int = 7,
+    budget: int = 1024,
     seed: int = 0,
 ) -> Run:
-    """Serve all texts, so many at once, and compare with plain decoding."""
+    """Serve all texts, so many at once, and compare with plain decoding.
+
+    Args:
+        budget: tokens of a plan; what is left beside the anchors goes to drafts.
+    """
     noise = random.Random(seed)
     waiting = deque(enumerate(texts))
     running: dict[int, Text] = {}
@@ -120,11 +125,12 @@ def run(
             number, text = waiting.popleft()
             running[number] = text
             policy.should_propose(number)
+        room = max(0, budget - len(running)) // len(running)
         candidates = [
             Candidate(
                 number,
                 text.drafts if text.drafts and text.has_confidences else (),
-                min(len(text.drafts or ()), text.num_tokens - text.num_done - 1),
+                min(len(text.drafts or ()), text.num_tokens - text.num_done - 1, room),
             )
             for number, text in running.items()
         ]

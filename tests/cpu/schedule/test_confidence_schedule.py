@@ -48,6 +48,12 @@ def test_no_other_lengths_give_a_higher_rate(confidences: list[list[float]], fix
     assert rate(confidences, tuple(lengths), fixed) == pytest.approx(best)
 
 
+def test_a_confidence_that_is_no_number_is_a_doubt_and_leaves_others_alone() -> None:
+    nan, sure = calibrate([math.nan] * 3, ()), calibrate([0.9, 0.2, 0.2], ())
+    assert choose_lengths([nan, sure], linear(2.0)) == [0, 1]
+    assert choose_lengths([calibrate([math.nan] * 3, (2.0,)), sure], linear(2.0)) == [0, 1]
+
+
 @settings(deadline=None)
 @given(CONFIDENCES, st.floats(0, 20))
 def test_where_cost_is_linear_stopping_early_is_as_good(

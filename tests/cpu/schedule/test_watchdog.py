@@ -39,6 +39,18 @@ def test_on_texts_that_nobody_can_draft_at_most_3_percent_are_lost(
     assert stats.is_paused and stats.num_pauses >= 1
 
 
+@pytest.mark.parametrize("schedule", [True, False])
+def test_drafts_that_the_budget_never_has_room_for_are_soon_not_made(schedule: bool) -> None:
+    cost = step_cost(**DEAR)
+    policy = DraftPolicy(speculation(schedule=schedule), cost)
+    texts = [Text(200, 0.9) for _ in range(8)]
+    result = run(policy, cost, texts, num_at_once=8, budget=8)
+    assert not any(map(any, result.lengths))
+    assert policy.stats().is_paused
+    assert result.num_block_passes < 20
+    assert result.speedup > 0.97
+
+
 @pytest.mark.parametrize("num_at_once", [1, 4, 16])
 def test_on_easy_texts_it_stays_out_of_the_way(num_at_once: int) -> None:
     guarded, policy = serve([0.9] * 2 * num_at_once, CHEAP, num_at_once=num_at_once)
@@ -132,7 +144,6 @@ def test_a_new_request_starts_from_what_is_known_of_all() -> None:
 def test_a_pause_and_its_end_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     single = Single()
     with caplog.at_level(logging.INFO, logger="stagecoach"):
-        logging.getLogger("stagecoach").propagate = True
         for _ in range(3):
             for _ in range(60):
                 single.round(1, 0)
@@ -147,7 +158,6 @@ def test_a_pause_and_its_end_are_told_once(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_broken_draft_is_named_and_a_hard_text_is_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="stagecoach"):
-        logging.getLogger("stagecoach").propagate = True
         serve([0.0] * 16 + [0.2] * 16, CHEAP, num_at_once=1)
         hard = [record.getMessage() for record in caplog.records]
         caplog.clear()

@@ -100,6 +100,28 @@ def test_a_row_never_exceeds_max_tokens_and_nothing_is_drafted_for_nobody(
     harness.check_outcomes()
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_request_of_one_token_never_proposes_nor_verifies(num_stages: int) -> None:
+    """I37: all that an engine which only prefills is asked for, here beside one that decodes."""
+    policy = FakePolicy()
+    harness = make_harness(
+        SPECULATING._replace(num_stages=num_stages, max_num_batched_tokens=8), 1.0, policy
+    )
+    decoding = harness.add(prompt(3), LONG)
+    asked = [
+        harness.add(prompt(9 + number), SamplingParams(max_tokens=1, ignore_eos=True))
+        for number in range(3)
+    ]
+    harness.finish()
+    ids = {request.request_id for request in asked}
+    segments = [s for plan in harness.plans for s in plan.segments if s.request_id in ids]
+    assert len(segments) > len(asked), "each prompt is cut somewhere"
+    assert not any(s.proposes or s.num_draft_tokens or s.replay for s in segments)
+    assert sum(s.num_tokens for s in segments) == 9 + 10 + 11, "nothing was decoded"
+    assert set(policy.asked) == {decoding.request_id}
+    harness.check_outcomes()
+
+
 def test_a_window_stays_below_the_models_length() -> None:
     harness = make_harness(SPECULATING._replace(max_model_len=12), 1.0)
     harness.add(prompt(3), SamplingParams(max_tokens=None, ignore_eos=True))
