@@ -6,6 +6,7 @@ stages to the pace of a pipeline. Pure arithmetic: knows no clock, no request an
 Dimensions: M shapes that are asked about at once.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,8 +17,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 # Live steps: the speed of a stage follows within a few, the form of its table within dozens.
+# Once the speed is settled, a point that few steps were near follows sooner: the start may have
+# measured it badly, and where drafting seems dear, windows with drafts are rare.
 _SPEED_GAIN = 1 / 4
-_FORM_GAIN = 1 / 64
+_LEAST_FORM_GAIN = 1 / 64
+_STEPS_OF_START = 3.0
+# Mean deviation, as a logarithm, below which a speed begins to count as settled.
+_SETTLED = 0.2
+_UNREST_GAIN = 1 / 8
 # A step may be held up by another program; no single one counts more than this.
 _MOST_DEVIATION = 2.0
 _FIT_ROUNDS = 12
@@ -56,6 +63,7 @@ class Curve:
         slope = (values[-1] - values[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
         self._xs: Floats = np.array([*xs, _FAR], dtype=np.float64)
         self._ys: Floats = np.array([*values, values[-1] + slope * (_FAR - xs[-1])])
+        self._num_steps: Floats = np.full(len(self._xs), _STEPS_OF_START)  # behind each point
 
     def __call__(self, xs_M: Floats | float) -> Floats:
         """[M] -> [M]; a number -> [], at most 1e9."""
@@ -64,13 +72,22 @@ class Curve:
     def at(self, x: float) -> float:
         return float(np.interp(x, self._xs, self._ys))
 
-    def bend(self, x: float, factor: float) -> None:
-        """Multiply the value at `x`, by its two neighbours, each by as much as it is near."""
+    def bend(self, x: float, deviation: float, trust: float = 0.0) -> None:
+        """Move the value at `x` towards `deviation` times as much.
+
+        Its two neighbours move, each by as much as it is near.
+
+        Args:
+            trust: 0 to 1, that the deviation is the curve's: then points that few steps were
+                near move far.
+        """
         right = max(1, int(np.searchsorted(self._xs, x)))
         span = self._xs[right] - self._xs[right - 1]
         nearness = min(max((x - self._xs[right - 1]) / span, 0.0), 1.0)
-        self._ys[right - 1] *= factor ** (1 - nearness)
-        self._ys[right] *= factor**nearness
+        for point, share in ((right - 1, 1 - nearness), (right, nearness)):
+            self._num_steps[point] += share
+            gain = max(_LEAST_FORM_GAIN, trust / self._num_steps[point])
+            self._ys[point] *= deviation ** (gain * share)
         self._ys = np.maximum.accumulate(self._ys)
 
 
@@ -86,6 +103,12 @@ class StageCost:
         self.tokens = tokens
         self.widths = widths
         self.speed = 1.0  # of late, against the table: another clock rate, longer contexts
+        self.unrest = 1.0  # how much steps deviate from that of late
+
+    @property
+    def trust(self) -> float:
+        """0 to 1: that a deviation is not the speed's."""
+        return max(0.0, 1.0 - self.unrest / _SETTLED)
 
 
 class StepCost:
@@ -177,12 +200,13 @@ class StepCost:
                 continue
             deviation = seconds / (expected * stage.speed)
             deviation = min(max(deviation, 1 / _MOST_DEVIATION), _MOST_DEVIATION)
+            trust = stage.trust
+            stage.unrest += _UNREST_GAIN * (abs(math.log(deviation)) - stage.unrest)
             stage.speed *= deviation**_SPEED_GAIN
-            factor = deviation**_FORM_GAIN
-            stage.tokens.bend(shape.num_tokens, factor)
-            stage.widths.bend(shape.widest, factor)
+            stage.tokens.bend(shape.num_tokens, deviation, trust)
+            stage.widths.bend(shape.widest, deviation, trust)
             if num_proposals:
-                self._block.bend(num_proposals, factor)
+                self._block.bend(num_proposals, deviation, trust)
 
 
 class BatchCost:

@@ -126,6 +126,18 @@ def test_the_block_pass_is_learnt_from_the_last_stage_alone() -> None:
     assert cost.seconds(plain) == pytest.approx(1.0, rel=0.25)
 
 
+def test_what_the_start_measured_badly_is_soon_put_right_by_rare_steps() -> None:
+    plain, window = StepShape(1, 1, 0), StepShape(8, 8, 0)
+    # The start took a window for four times as dear as it is.
+    cost = StepCost.fit([MeasuredStep(plain, (1.0,), 1.0), MeasuredStep(window, (8.0,), 8.0)])
+    for _ in range(12):
+        for _ in range(50):
+            cost.note(plain, [1.0])
+        assert cost.seconds(plain) == pytest.approx(1.0, rel=0.05)
+        cost.note(window, [2.0])
+    assert cost.seconds(window) < 3.5
+
+
 def test_one_hiccup_counts_little_and_a_time_of_zero_nothing() -> None:
     cost = step_cost()
     before = cost.seconds(StepShape(1, 1, 0))
