@@ -168,13 +168,14 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="checkpoint folder or name")
     parser.add_argument("--draft", default="demo-draft", help="draft checkpoint folder or name")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES, help="pipeline stages")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     lines = [
         "| workload | stages | batch | plain | with drafts | ratio | decode ratio | per round |",
         "| --- | --: | --: | --: | --: | --- | --- | --: |",
     ]
-    for num_stages in STAGES:
+    for num_stages in arguments.stages:
         plain = System(arguments.model, None, num_stages)
         drafted = System(arguments.model, arguments.draft, num_stages)
         for workload in WORKLOADS:
@@ -190,7 +191,8 @@ def main() -> None:
             "",
             machine_line(("torch",)),
             f"Command: `scripts/bench speculation --model {arguments.model} --draft "
-            f"{arguments.draft} --rounds {arguments.rounds}`. Output tokens a second of all "
+            f"{arguments.draft} --rounds {arguments.rounds} --stages "
+            f"{' '.join(map(str, arguments.stages))}`. Output tokens a second of all "
             f"requests together; at most {MAX_TOKENS} tokens an answer; medians of rounds, and "
             "the range of the ratios.",
             "",

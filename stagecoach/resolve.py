@@ -45,7 +45,13 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
         checkpoint=folder,
         dtype=_dtype(engine, model),
         max_model_len=engine.max_model_len or model.max_position_embeddings,
-        partition=partition(model, engine.pipeline_parallel_size, engine.pp_partition, draft),
+        partition=partition(
+            model,
+            engine.pipeline_parallel_size,
+            engine.pp_partition,
+            draft,
+            speculation.num_speculative_tokens if speculation else 0,
+        ),
         speculation=speculation,
     )
 

@@ -32,19 +32,26 @@ class LayerCosts:
         return tuple(costs)
 
 
-def estimate_layer_costs(model_config: ModelConfig, draft: DraftConfig | None = None) -> LayerCosts:
-    """Weights that one token is multiplied with, which is also what a decode step reads.
+def estimate_layer_costs(
+    model_config: ModelConfig, draft: DraftConfig | None = None, num_draft_tokens: int = 0
+) -> LayerCosts:
+    """Weights that a decode step of one request reads.
 
-    Of the routed experts the chosen ones count. Attention over the context is left out: its
-    length is not known here.
+    Without drafts that is what one token is multiplied with. The tokens of a window share all
+    weights but the experts, of which each chooses its own; a block pass reads the draft once.
+    Attention over the context is left out: its length is not known here.
 
     Args:
-        draft: what the last stage drafts with; one token is drafted for each that is computed.
+        draft: what the last stage drafts with.
+        num_draft_tokens: drafts of a window.
     """
     hidden_size = model_config.hidden_size
     head = model_config.vocab_size * hidden_size
     return LayerCosts(
-        layers=tuple(_layer_cost(model_config, layer) for layer in range(model_config.num_layers)),
+        layers=tuple(
+            _layer_cost(model_config, layer, 1 + num_draft_tokens)
+            for layer in range(model_config.num_layers)
+        ),
         first_stage=hidden_size,
         last_stage=hidden_size + head + (_draft_cost(draft) if draft else 0),
     )
@@ -55,6 +62,7 @@ def partition(
     num_stages: int,
     override: Sequence[int] | None = None,
     draft: DraftConfig | None = None,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Layers of each stage: the override, else the most even split by cost.
 
@@ -67,7 +75,8 @@ def partition(
         is_split = len(override) == num_stages and sum(override) == num_layers
         assert is_split and min(override) > 0, f"{override} of {num_layers} layers"
         return tuple(override)
-    return balance(estimate_layer_costs(model_config, draft).folded(), num_stages)
+    costs = estimate_layer_costs(model_config, draft, num_draft_tokens)
+    return balance(costs.folded(), num_stages)
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -139,10 +148,12 @@ def _most_even(
     return None if result is None else tuple(-count for count in result[2])
 
 
-def _layer_cost(config: ModelConfig, layer: int) -> int:
+def _layer_cost(config: ModelConfig, layer: int, num_tokens: int) -> int:
     is_kda = config.layer_kinds[layer] is LayerKind.KDA
     attention = _kda_cost(config) if is_kda else _mla_cost(config)
-    return attention + (_moe_cost(config) if config.is_moe_layer[layer] else _dense_cost(config))
+    if config.is_moe_layer[layer]:
+        return attention + _moe_cost(config, num_tokens)
+    return attention + _dense_cost(config)
 
 
 def _kda_cost(config: ModelConfig) -> int:
@@ -177,11 +188,12 @@ def _dense_cost(config: ModelConfig) -> int:
     return 3 * config.hidden_size * config.dense_intermediate_size
 
 
-def _moe_cost(config: ModelConfig) -> int:
+def _moe_cost(config: ModelConfig, num_tokens: int) -> int:
     moe, hidden_size = config.moe, config.hidden_size
     assert moe is not None, "a MoE layer needs its configuration"
     width = moe.latent_size or hidden_size
-    experts = moe.num_experts_per_token * 3 * width * moe.intermediate_size
+    num_chosen = min(moe.num_experts, num_tokens * moe.num_experts_per_token)
+    experts = num_chosen * 3 * width * moe.intermediate_size
     latent = 2 * hidden_size * width if moe.latent_size else 0
     shared = 3 * hidden_size * moe.shared_intermediate_size
     return experts + latent + shared + hidden_size * moe.num_experts

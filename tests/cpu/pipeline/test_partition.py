@@ -116,6 +116,20 @@ def test_a_draft_costs_its_context_row_and_one_row_of_a_block() -> None:
     assert cost(tiny_draft(gqa_draft_config)) == grouped
 
 
+def test_the_tokens_of_a_window_share_all_weights_but_the_experts() -> None:
+    config = tiny_config()
+    assert config.moe is not None
+    one, two, many = (
+        estimate_layer_costs(config, num_draft_tokens=num_drafts).layers
+        for num_drafts in (0, 1, 99)
+    )
+    assert one[0] == two[0] == many[0], "layer 0 is dense"
+    expert = 3 * 32 * 32
+    assert two[1] - one[1] == config.moe.num_experts_per_token * expert
+    num_others = config.moe.num_experts - config.moe.num_experts_per_token
+    assert many[1] - one[1] == num_others * expert
+
+
 def test_kimi_linear_has_costs_too() -> None:
     config = parse_model_config(kimi_linear_config(TinyShape(q_lora_rank=None)))
     assert sum(partition(config, 3)) == config.num_layers
