@@ -8,10 +8,14 @@ import sys
 
 import typer
 
+from stagecoach.cli import bench, bench_offline
+from stagecoach.cli.chat import chat
 from stagecoach.cli.demo import demo
 from stagecoach.cli.evaluate import evaluate
+from stagecoach.cli.fuzz import fuzz
 from stagecoach.cli.generate import generate
 from stagecoach.cli.options import with_engine_options
+from stagecoach.cli.serve import serve
 from stagecoach.cli.support import support
 from stagecoach.errors import StagecoachError
 
@@ -24,16 +28,39 @@ app = typer.Typer(
     help="Serve Kimi-K3-class models across pipeline stages and tensor-parallel ranks.",
 )
 for _name, _command, _summary in (
+    ("serve", with_engine_options(serve), "Serve a model to clients of OpenAI's protocol."),
     ("generate", with_engine_options(generate), "Complete one or many prompts."),
     (
         "demo",
-        with_engine_options(demo, pipeline_parallel_size=2, tensor_parallel_size=2),
+        with_engine_options(
+            demo, pipeline_parallel_size=2, tensor_parallel_size=2, log_level="warning"
+        ),
         "Show the bundled model at work.",
     ),
     ("eval", with_engine_options(evaluate), "Score a model on held-out tasks."),
+    (
+        "fuzz",
+        with_engine_options(fuzz, log_level="warning"),
+        "Try random schedules and compare every answer.",
+    ),
+    ("chat", chat, "Talk to a model behind a server."),
     ("support", support, "What runs on which layout, and what is refused."),
 ):
     app.command(_name, short_help=_summary)(_command)
+
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for _name, _command, _summary in (
+    ("serve", bench.serve, "Load on a server, and what it measured."),
+    (
+        "latency",
+        with_engine_options(bench_offline.latency, enable_prefix_caching=False),
+        "Seconds of one batch.",
+    ),
+    ("throughput", with_engine_options(bench_offline.throughput), "Tokens a second."),
+):
+    bench_app.command(_name, short_help=_summary)(_command)
+_SUMMARY = "Measure a server or an engine."
+app.add_typer(bench_app, name="bench", short_help=_SUMMARY, help=_SUMMARY)
 
 
 def main() -> None:

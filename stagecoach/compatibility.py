@@ -7,6 +7,7 @@ a weight is read; the support table, which `stagecoach support` prints, and the 
 from it.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,6 +76,9 @@ FEATURES = (
     "speculation, GQA draft",
     "confidence schedule, watchdog",
     "rejection acceptance",
+    "prefix caching, with and without drafts",
+    "host tier of the cache",
+    "verified prefix hits",
 )
 
 LAYOUTS = (
@@ -168,6 +172,23 @@ def _synthetic_rule(
             asked.engine.speculative_config is not None
             and asked.engine.speculative_config.synthetic_acceptance_length is not None
             and is_refused(asked.engine.speculative_config)
+        ),
+    )
+
+
+def _cache_rule(name: str, key: str, reason: str) -> Rule:
+    """A rule about an option that means nothing without prefix caching; its default passes."""
+    default = next(item.default for item in dataclasses.fields(EngineConfig) if item.name == key)
+    return Rule(
+        name=name,
+        requires="prefix caching is on",
+        reason=reason,
+        parts=lambda asked: (
+            (option(key), getattr(asked.engine, key)),
+            (option("enable_prefix_caching"), asked.engine.enable_prefix_caching),
+        ),
+        is_refused=lambda asked: (
+            not asked.engine.enable_prefix_caching and getattr(asked.engine, key) != default
         ),
     )
 
@@ -396,6 +417,10 @@ TABLE: tuple[Rule, ...] = (
         "it is forced by a schedule, so no other rule decides",
         lambda config: config.acceptance != "shared",
     ),
+    _cache_rule("cache-interval", "state_checkpoint_interval", "without it no state is kept"),
+    _cache_rule("cache-slots", "max_state_checkpoints", "without it no state is kept"),
+    _cache_rule("cache-host-tier", "kv_offloading_size", "the host holds what the cache evicts"),
+    _cache_rule("cache-verify", "verify_cache", "without it there is no hit to verify"),
 )
 
 

@@ -5,6 +5,7 @@ options are judged in `compatibility.py`. Names follow vLLM where it has the opt
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,8 @@ class EngineConfig:
         default=None,
         metadata={
             "doc": "Memory of one worker for pages and state slots. Default: what the largest "
-            "batch of the longest requests needs; all workers together take at most a quarter "
-            "of the free memory."
+            "batch of the longest requests and its checkpoints need; all workers together take "
+            "at most a quarter of the free memory."
         },
     )
     num_gpu_blocks_override: int | None = field(
@@ -187,6 +188,38 @@ class EngineConfig:
             """'{"model": "demo-draft", "num_speculative_tokens": 7}'."""
         },
     )
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata={"doc": "Keep pages and states of prompts and answers for requests to come."},
+    )
+    state_checkpoint_interval: int = field(
+        default=512,
+        metadata={
+            "doc": "A state is kept every so many tokens, rounded up to whole pages, beside those "
+            "at the ends of prompts and answers and where requests part; 0: only there."
+        },
+    )
+    max_state_checkpoints: int | None = field(
+        default=None,
+        metadata={
+            "doc": "State slots for checkpoints beside one for each of --max-num-seqs. Default: "
+            "two a request, or fewer where memory is short."
+        },
+    )
+    kv_offloading_size: float | None = field(
+        default=None,
+        metadata={
+            "doc": "GiB of host memory, of all workers together, for evicted pages and "
+            "checkpoints. Default: none."
+        },
+    )
+    verify_cache: float = field(
+        default=0.0,
+        metadata={
+            "doc": "Share of prefix hits that are computed again from scratch beside the request "
+            "and compared: 0 to 1."
+        },
+    )
     debug_poison: bool = field(
         default=False,
         metadata={"doc": "Fill free pages and slots with NaN and check the pools at each step."},
@@ -212,8 +245,10 @@ class EngineConfig:
         _at_least("seed", self.seed, 0)
         if self.seed > MAX_ENGINE_SEED:
             raise ConfigError(f"--seed={self.seed}: must be at most {MAX_ENGINE_SEED}")
-        if not isinstance(self.debug_poison, bool):
-            raise ConfigError(f"--debug-poison={self.debug_poison!r}: must be true or false")
+        for name in ("enable_prefix_caching", "debug_poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{option(name)}={getattr(self, name)!r}: must be true or false")
+        self._check_cache()
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError(f"--hf-overrides={self.hf_overrides!r}: must be a JSON object")
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
@@ -226,6 +261,18 @@ class EngineConfig:
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         _one_of("distributed_executor_backend", self.distributed_executor_backend, ("mp", "uni"))
+
+    def _check_cache(self) -> None:
+        _at_least("state_checkpoint_interval", self.state_checkpoint_interval, 0)
+        if self.max_state_checkpoints is not None:
+            _at_least("max_state_checkpoints", self.max_state_checkpoints, 0)
+        size, rate = self.kv_offloading_size, self.verify_cache
+        if size is not None and not (_is_number(size, int | float) and 0 < size < math.inf):
+            raise ConfigError(
+                f"{option('kv_offloading_size')}={size!r}: must be a number of GiB above 0"
+            )
+        if not (_is_number(rate, int | float) and 0 <= rate <= 1):
+            raise ConfigError(f"{option('verify_cache')}={rate!r}: must be a number in 0..1")
 
     @property
     def num_workers(self) -> int:

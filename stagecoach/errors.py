@@ -5,9 +5,12 @@ StagecoachError
 │   └── CapacityError      the configuration does not fit the memory; carries the numbers
 ├── CheckpointError        a checkpoint is incomplete, mis-shaped or unreadable; names the tensor
 ├── RequestError           one request is invalid (also a ValueError); names the field
+├── ServerError            a server that a client command talks to refused or broke off
+├── NonFiniteError         what one request computed is not finite; only that request ends
 └── EngineDeadError        the engine ended while somebody waited
     ├── WorkerDiedError    a worker process ended or raised
-    └── PlanDivergenceError  a worker executed other plans than the head made
+    ├── PlanDivergenceError  a worker executed other plans than the head made
+    └── StalledError       requests wait and nothing can be planned; names what blocks each
 
 Our own mistakes are `assert`s; they end the process that made them and reach
 callers as an EngineDeadError.
@@ -44,6 +47,18 @@ class RequestError(StagecoachError, ValueError):
         self.reason = reason
 
 
+class ServerError(StagecoachError):
+    """A server that a client command talks to refused, broke off or does not answer."""
+
+
+class NonFiniteError(StagecoachError):
+    """NaN or infinity in what a request computed; the text names the request and the place.
+
+    It is not raised in a caller: the request ends with finish reason "error", and its text,
+    which opens with this name, is the `error` of its completion.
+    """
+
+
 class EngineDeadError(StagecoachError):
     """The engine is gone; every request that waited for it ends with this error."""
 
@@ -54,6 +69,10 @@ class WorkerDiedError(EngineDeadError):
 
 class PlanDivergenceError(EngineDeadError):
     """A worker echoed another plan digest than the head's; the text names worker and step."""
+
+
+class StalledError(EngineDeadError):
+    """Nothing can be planned although requests wait; the text says what blocks each of them."""
 
 
 def error_class(name: str) -> type[StagecoachError]:

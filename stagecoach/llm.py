@@ -1,19 +1,19 @@
 """Offline inference: `LLM.generate` and its kin, over an engine client.
 
-Owns the started engine, the tokenizer, and the fan-out of a request into its n completions.
+Owns the started engine, the tokenizer, and what callers may pass.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import operator
 import queue
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import msgspec
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,31 +25,25 @@ from rich.progress import (
 from rich.progress import Progress as ProgressBar
 
 from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
-from stagecoach.engine.client import EngineClient, Sink
+from stagecoach.engine.client import EngineClient
 from stagecoach.engine.messages import EngineStats, LoadProgress
-from stagecoach.errors import CheckpointError, RequestError, StagecoachError
+from stagecoach.errors import CheckpointError, RequestError
+from stagecoach.live_request import Event, LiveRequest
 from stagecoach.outputs import RequestAssembler, RequestOutput
 from stagecoach.request import SamplingParams
 from stagecoach.resolve import resolve
 from stagecoach.schedule.commit import Progress
-from stagecoach.text import chat_format
+from stagecoach.text.chat import parse_answer, render_messages
+from stagecoach.text.message_stream import ParsedMessage
 from stagecoach.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 
 
-class _Event(NamedTuple):
-    """News of one completion of one request."""
-
-    request: "_LiveRequest"
-    completion: int
-    news: Progress | StagecoachError
-
-
 class ChatOutput(NamedTuple):
     """The answers to a conversation, one a completion, and what they were parsed from."""
 
-    messages: list[chat_format.ParsedMessage]
+    messages: list[ParsedMessage]
     request: RequestOutput
 
 
@@ -74,14 +68,7 @@ class LLM:
         """
         if options.get("speculative_config") is not None:
             options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
-        config = resolve(EngineConfig(model=model, **options))
-        try:
-            self.tokenizer = load_tokenizer(
-                config.checkpoint, model_vocab_size=config.model.vocab_size
-            )
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"no usable tokenizer: {error}") from None
-        self.config = _with_end_tokens(config, self.tokenizer)
+        self.config, self.tokenizer = open_model(EngineConfig(model=model, **options))
         with _LoadBar(is_shown=show_progress) as bar:
             self._client = EngineClient(self.config, bar.update)
 
@@ -95,13 +82,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; results come in the prompts' order.
+
+        A request whose values are not finite ends by itself, with finish reason "error" and the
+        `error` of its completion; the others go on.
 
         Args:
             prompts: text or token ids, one or many.
             sampling_params: one for all, or one a prompt.
             use_tqdm: draw a progress bar on stderr.
+            cache_salt: only prompts with the same salt share cached prefixes; one for all, or
+                one a prompt.
 
         Raises:
             RequestError: a request is refused; nothing of the call keeps running.
@@ -109,33 +102,45 @@ class LLM:
         """
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        requests = self._prepare_all(listed, params)
-        try:
-            for request in requests:
-                request.start(events.put)
-            self._drain(events, requests, show_progress=use_tqdm)
-        finally:
-            for request in requests:
-                request.abort()
-        return [request.output for request in requests]
+        salts = _as_salts(cache_salt, len(listed))
+        requests = self._prepare_all(listed, params, salts)
+        return self._complete(requests, show_progress=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
         **format_options: Any,
     ) -> ChatOutput:
-        """Answer a conversation; options as of `chat_format.render` (tools, thinking, ...).
+        """Answer a conversation; options as of `chat.render_messages` (tools, thinking, ...).
 
-        Without `sampling_params` the answer is greedy and as long as the model makes it.
+        Without `sampling_params` the answer is greedy and as long as the model makes it. The
+        next turn, which repeats these messages, finds their state in the prefix cache.
         """
         params = sampling_params or SamplingParams(temperature=0.0, max_tokens=None)
         prompt = self.render_chat(messages, **format_options)
-        [output] = self.generate(prompt, params, use_tqdm=False)
-        return ChatOutput(
-            [chat_format.parse(item.token_ids, self.tokenizer) for item in output.outputs], output
-        )
+        # What follows the messages, as the opening of an answer, the next turn may not repeat.
+        last_turn = {"add_generation_prompt": False, "tool_choice": None, "response_format": None}
+        shared = self.render_chat(messages, **(format_options | last_turn))
+        is_shared = 0 < len(shared) < len(prompt) and prompt[: len(shared)] == shared
+        position = len(shared) if is_shared else None
+        request = self._prepare(prompt, params, cache_salt, checkpoint_position=position)
+        [output] = self._complete([request], show_progress=False)
+        answers = [
+            parse_answer(
+                self.config.model.model_type,
+                self.tokenizer,
+                item.token_ids,
+                prompt_token_ids=prompt,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            for item in output.outputs
+        ]
+        return ChatOutput(answers, output)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **format_options: Any
@@ -144,30 +149,26 @@ class LLM:
 
         Raises:
             RequestError: the conversation cannot be written in the model's chat format, or the
-                model is no Kimi-K3, whose format is the only one.
+                checkpoint has none.
         """
-        model_type = self.config.model.model_type
-        if model_type != "kimi_k3":
-            raise RequestError(
-                "messages",
-                f"the chat format of model_type {model_type} is not implemented, only that of "
-                "kimi_k3; give the prompt as text or token ids",
-            )
-        try:
-            return chat_format.render(self.tokenizer, messages, **format_options)
-        except ValueError as error:
-            raise RequestError("messages", str(error).removeprefix("messages: ")) from None
+        return render_messages(
+            self.config.model.model_type, self.tokenizer, messages, **format_options
+        )
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield the output, complete up to now, whenever there is news of it.
 
         It is one object, which grows. Closing the iterator early aborts the request. Errors as
         of `generate`.
         """
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        request = self._prepare(prompt, sampling_params or SamplingParams())
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = self._prepare(prompt, sampling_params or SamplingParams(), cache_salt)
         try:
             request.start(events.put)
             while not request.output.is_finished:
@@ -177,18 +178,22 @@ class LLM:
             request.abort()
 
     async def generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The same for an event loop; leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[_Event] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def put(event: _Event) -> None:
+        def put(event: Event) -> None:
             # Refused when the event loop ended before the iteration: nobody listens any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request = self._prepare(prompt, sampling_params or SamplingParams())
+        request = self._prepare(prompt, sampling_params or SamplingParams(), cache_salt)
         try:
             request.start(put)
             while not request.output.is_finished:
@@ -200,6 +205,13 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counts of the engine since start, and the state of its queues and pools."""
         return self._client.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as after a change of what prompts mean.
+
+        Running requests go on; those that are submitted from now on find nothing older.
+        """
+        self._client.reset_prefix_cache()
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -217,13 +229,13 @@ class LLM:
         self.close()
 
     def _prepare_all(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> list["_LiveRequest"]:
+        self, prompts: list[Prompt], params: list[SamplingParams], salts: list[str | None]
+    ) -> list[LiveRequest]:
         """All requests of a call, none of them started: a bad one is refused before any runs."""
         requests = []
-        for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        for number, fields in enumerate(zip(prompts, params, salts, strict=True)):
             try:
-                requests.append(self._prepare(prompt, prompt_params))
+                requests.append(self._prepare(*fields))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -231,19 +243,44 @@ class LLM:
                 raise RequestError(error.field, f"{error.reason} {place}") from None
         return requests
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> "_LiveRequest":
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+        *,
+        checkpoint_position: int | None = None,
+    ) -> LiveRequest:
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         else:
             text, token_ids = None, _as_token_ids(prompt)
-        self._client.check(token_ids, params)
+        self._client.check(token_ids, params, cache_salt)
         assembler = RequestAssembler(self.tokenizer, text, token_ids, params)
-        return _LiveRequest(self._client, assembler, token_ids, params)
+        submit = functools.partial(
+            self._client.submit,
+            token_ids,
+            cache_salt=cache_salt,
+            checkpoint_position=checkpoint_position,
+        )
+        is_cached = self.config.engine.enable_prefix_caching
+        return LiveRequest(self._client, assembler, params, submit, has_leader=is_cached)
+
+    def _complete(self, requests: list[LiveRequest], *, show_progress: bool) -> list[RequestOutput]:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        try:
+            for request in requests:
+                request.start(events.put)
+            self._drain(events, requests, show_progress=show_progress)
+        finally:
+            for request in requests:
+                request.abort()
+        return [request.output for request in requests]
 
     def _drain(
         self,
-        events: "queue.SimpleQueue[_Event]",
-        requests: list["_LiveRequest"],
+        events: "queue.SimpleQueue[Event]",
+        requests: list[LiveRequest],
         *,
         show_progress: bool,
     ) -> None:
@@ -270,71 +307,32 @@ class LLM:
                 bar.update(task, advance=int(is_finished), tokens=num_tokens)
 
 
+class OpenedModel(NamedTuple):
+    """What is known of a model before an engine starts."""
+
+    config: ResolvedConfig
+    tokenizer: Tokenizer
+
+
+def open_model(engine: EngineConfig) -> OpenedModel:
+    """Settle the options, and load the tokenizer.
+
+    Raises:
+        ConfigError, CheckpointError: why the model cannot be served.
+    """
+    config = resolve(engine)
+    try:
+        tokenizer = load_tokenizer(config.checkpoint, model_vocab_size=config.model.vocab_size)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no usable tokenizer: {error}") from None
+    return OpenedModel(_with_end_tokens(config, tokenizer), tokenizer)
+
+
 def _with_end_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> ResolvedConfig:
     """Published files disagree on what ends a text, so what any of them says ends one."""
     token_ids = dict.fromkeys((*config.model.eos_token_ids, *tokenizer.eos_token_ids))
     model = dataclasses.replace(config.model, eos_token_ids=tuple(token_ids))
     return dataclasses.replace(config, model=model)
-
-
-class _LiveRequest:
-    """A request whose n completions run in the engine."""
-
-    def __init__(
-        self,
-        client: EngineClient,
-        assembler: RequestAssembler,
-        token_ids: list[int],
-        params: SamplingParams,
-    ) -> None:
-        self._client = client
-        self._assembler = assembler
-        self._token_ids = token_ids
-        self._params = params
-        self._ids: list[int | None] = []
-
-    @property
-    def output(self) -> RequestOutput:
-        return self._assembler.output
-
-    def start(self, put: Callable[[_Event], None]) -> None:
-        """Submit the n completions; their news goes to `put`, in another thread."""
-        params = self._params
-        self._assembler.start_clock()
-        for index in range(params.n):
-            seed = None if params.seed is None else params.seed + index
-            one = msgspec.structs.replace(params, n=1, seed=seed)
-            self._ids.append(self._client.submit(self._token_ids, one, self._sink(index, put)))
-
-    def _sink(self, index: int, put: Callable[[_Event], None]) -> Sink:
-        return lambda news: put(_Event(self, index, news))
-
-    def absorb(self, event: _Event) -> None:
-        """Apply one event.
-
-        Raises:
-            StagecoachError: the event is an error.
-        """
-        if isinstance(event.news, StagecoachError):
-            self._ids[event.completion] = None
-            raise event.news
-        self._assembler.absorb(event.completion, event.news)
-        if event.news.finish_reason is not None:
-            self._ids[event.completion] = None
-        elif self.output.outputs[event.completion].finish_reason is not None:
-            # A stop string was found; the engine does not know of text.
-            self._abort(event.completion)
-
-    def abort(self) -> None:
-        """End whatever still runs; nothing if all is finished."""
-        for index in range(len(self._ids)):
-            self._abort(index)
-
-    def _abort(self, index: int) -> None:
-        request_id = self._ids[index]
-        if request_id is not None:
-            self._client.abort([request_id])
-            self._ids[index] = None
 
 
 class _LoadBar:
@@ -408,3 +406,13 @@ def _as_params(
             "sampling_params", f"{len(params)} given for {num_prompts} prompts; give one or all"
         )
     return list(params)
+
+
+def _as_salts(salts: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
+    if isinstance(salts, str) or not isinstance(salts, Sequence):
+        return [salts] * num_prompts
+    if len(salts) != num_prompts:
+        raise RequestError(
+            "cache_salt", f"{len(salts)} given for {num_prompts} prompts; give one or all"
+        )
+    return list(salts)

@@ -5,13 +5,14 @@ completions, their text, and the cut at a stop string. Knows the engine only as 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stagecoach.request import FinishReason, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.speculation_stats import tokens_per_round
-from stagecoach.text.detokenizer import IncrementalDetokenizer
+from stagecoach.text.detokenizer import IncrementalDetokenizer, StopMatch
 from stagecoach.text.tokenizer import Tokenizer
 
 
@@ -23,8 +24,10 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None  # one a token, where asked for
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
+    # "stop", "length", "abort" or "error"; None while it runs.
+    finish_reason: str | None = None
     stop_reason: int | str | None = None  # stop token id or stop string that ended it
+    error: str | None = None  # why it ended with "error": the class in errors.py and its text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,12 +56,23 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
-    num_cached_tokens: int
+    num_cached_tokens: int  # of the prompt, not computed for the first completion: a prefix hit
     timings: RequestTimings
 
     @property
     def is_finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+
+class Detokenizer(Protocol):
+    """Reads the tokens of one completion, and says what text of it is certain."""
+
+    @property
+    def stop_match(self) -> StopMatch | None: ...
+
+    def push(self, token_ids: Iterable[int]) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class RequestAssembler:
@@ -70,18 +84,21 @@ class RequestAssembler:
         prompt: str | None,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        make_detokenizer: Callable[[], Detokenizer] | None = None,
     ) -> None:
+        """Without `make_detokenizer` the text is that of all tokens, up to a stop string."""
         self._submitted = time.perf_counter()
-        self._detokenizers = [
-            IncrementalDetokenizer(
+
+        def plain() -> Detokenizer:
+            return IncrementalDetokenizer(
                 tokenizer,
                 stop=params.stop_strings,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-            for _ in range(params.n)
-        ]
+
+        self._detokenizers = [(make_detokenizer or plain)() for _ in range(params.n)]
         self._latest: dict[int, Progress] = {}
         self.output = RequestOutput(
             prompt=prompt,
@@ -118,7 +135,7 @@ class RequestAssembler:
         return delta
 
     def _note_tokens(
-        self, output: CompletionOutput, progress: Progress, detokenizer: IncrementalDetokenizer
+        self, output: CompletionOutput, progress: Progress, detokenizer: Detokenizer
     ) -> None:
         output.token_ids.extend(progress.token_ids)
         if output.logprobs is not None:
@@ -126,6 +143,7 @@ class RequestAssembler:
         if progress.finish_reason is not None:
             output.finish_reason = progress.finish_reason.value
             output.stop_reason = progress.stop_reason
+            output.error = progress.error
         match = detokenizer.stop_match
         if match is not None:
             del output.token_ids[match.num_tokens :]
@@ -133,7 +151,8 @@ class RequestAssembler:
                 del output.logprobs[match.num_tokens :]
             output.finish_reason = FinishReason.STOP.value
             output.stop_reason = match.stop
-        # The n completions share the prompt; the first to say so counts.
+            output.error = None
+        # The n completions share the prompt; the first says what became of it.
         prompt_logprobs = self.output.prompt_logprobs
         if prompt_logprobs is not None and output.index == 0:
             prompt_logprobs.extend(progress.prompt_logprobs)
@@ -151,4 +170,5 @@ class RequestAssembler:
         timings.num_windows = sum(item.num_windows for item in latest)
         timings.num_draft_tokens = sum(item.num_draft_tokens for item in latest)
         timings.num_accepted_tokens = sum(item.num_accepted_tokens for item in latest)
-        self.output.num_cached_tokens = progress.num_cached_tokens
+        if index == 0:
+            self.output.num_cached_tokens = progress.num_cached_tokens

@@ -27,6 +27,7 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"  # what it computed is not finite
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None  # that many alternatives beside the sampled token
     prompt_logprobs: int | None = None
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt; it is cached as ever
 
     @property
     def is_greedy(self) -> bool:
@@ -148,6 +150,11 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: int  # resolved: never beyond the model's length
+    cache_salt: str | None = None
+    # Prompt tokens after which a checkpoint is worth most; None: all but the last.
+    checkpoint_position: int | None = None
+    is_shadow: bool = False  # the engine's own, to verify a prefix hit; reads and leaves nothing
+    is_filed: bool = True  # what it computes may be kept for requests to come
     arrival_index: int = 0  # its place in the order of arrival; set when it is queued
 
     epoch: int = 0  # grows at each preemption; results of an older one are dropped
@@ -163,6 +170,7 @@ class Request:
     # int32, so that a decode step's page table is one copy of its bytes.
     page_ids: "array[int]" = field(default_factory=lambda: array("i"))
     slot: int | None = None
+    read_slot: int = 0  # of the state after num_computed tokens: its own, a checkpoint, or zeros
     sampling_row: int | None = None
     num_plans_in_flight: int = 0
     is_sample_in_flight: bool = False
@@ -171,7 +179,9 @@ class Request:
     num_windows: int = 0  # rows of windows that verified at least one draft
     num_draft_tokens: int = 0  # drafts that they verified
     num_accepted_tokens: int = 0  # of them, before a row was cut at a stop
+    num_cached_tokens: int = 0  # prompt tokens that its first admission found computed
     finish_reason: FinishReason | None = None
+    error: str | None = None  # why the finish reason is ERROR; opens with a name of errors.py
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,6 +7,8 @@ settle what was left open. Runs once, before any process starts; reads no weight
 import json
 from pathlib import Path
 
+import psutil
+
 from stagecoach import compatibility
 from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
 from stagecoach.compatibility import Combination
@@ -19,7 +21,7 @@ from stagecoach.config import (
     speculation_key,
 )
 from stagecoach.draft_config import load_draft_config
-from stagecoach.errors import ConfigError
+from stagecoach.errors import CapacityError, ConfigError
 from stagecoach.model_config import ModelConfig, load_model_config
 from stagecoach.pipeline.partition import partition
 
@@ -30,6 +32,7 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
     Raises:
         ConfigError: no such folder of the model or the draft, a value of its config.json that is
             not implemented, or a combination that `compatibility.py` refuses.
+        CapacityError: a host tier larger than the free memory of this host.
         CheckpointError: a folder holds no readable config.json.
     """
     folder = checkpoint_folder(engine.model)
@@ -39,6 +42,7 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
         speculation = _resolve_speculation(engine.speculative_config)
     draft = speculation.draft if speculation else None
     compatibility.check(Combination(engine, model, draft))
+    _check_host_tier(engine)
     return ResolvedConfig(
         engine=engine,
         model=model,
@@ -82,6 +86,17 @@ def _resolve_speculation(config: SpeculativeConfig) -> ResolvedSpeculation:
         has_watchdog=config.watchdog is not False and not is_synthetic,
         synthetic_acceptance_length=config.synthetic_acceptance_length,
     )
+
+
+def _check_host_tier(engine: EngineConfig) -> None:
+    """Memory that is promised but not there would end a worker once it is written."""
+    size = engine.kv_offloading_size
+    free_gib = psutil.virtual_memory().available / 2**30
+    if size is not None and size > free_gib:
+        raise CapacityError(
+            f"{option('kv_offloading_size')}={size:g}: more GiB than this host has free "
+            f"({free_gib:.2f})"
+        )
 
 
 def _dtype(engine: EngineConfig, model: ModelConfig) -> str:

@@ -31,6 +31,9 @@ class IdPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def is_free(self, number: int) -> bool:
+        return not self._is_taken[number]
+
     def take(self, count: int) -> list[int]:
         """Hand out `count` numbers; the caller has looked at `num_free`."""
         assert 0 <= count <= len(self._free), (

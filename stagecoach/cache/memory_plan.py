@@ -1,4 +1,4 @@
-"""Bytes -> numbers of pages and state slots, the same for every worker.
+"""Bytes -> numbers of pages and state slots, the same for every worker, on both tiers.
 
 Every worker reports what a page and a slot cost with its own layers and what it may spend; the
 tightest worker decides, since a number stands for memory on all of them. Both numbers count the
@@ -13,6 +13,8 @@ from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
 from stagecoach.errors import CapacityError, ConfigError
 
+_CHECKPOINTS_PER_REQUEST = 2  # the end of its prompt and that of its answer
+
 
 class MemoryNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker reports. A stage without MLA or KDA layers has a size of 0 there."""
@@ -23,10 +25,16 @@ class MemoryNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much every worker allocates: ids 0..num_pages-1 and 0..num_slots-1."""
+    """How much every worker allocates: ids 0..num_pages-1 and 0..num_slots-1.
+
+    Slots are those of running requests and of checkpoints together. The host tier's ids count
+    from 0 and reserve none.
+    """
 
     num_pages: int
     num_slots: int
+    num_host_pages: int = 0
+    num_host_slots: int = 0
 
 
 def plan_memory(
@@ -36,42 +44,166 @@ def plan_memory(
     max_model_len: int,
     block_size: int,
     num_gpu_blocks_override: int | None = None,
+    max_state_checkpoints: int | None = 0,
+    kv_offloading_size: float | None = None,
 ) -> MemoryPlan:
-    """Divide the memory: a state slot for each running request, the rest for pages.
+    """Divide the memory: what running requests cannot do without first, then what is cached.
 
-    There are never more pages than `max_num_seqs` requests of `max_model_len` can use.
+    First come a state slot for each running request and the pages of one longest request. What
+    is left goes to slots for checkpoints, at most two a request, and to further pages, at most
+    what `max_num_seqs` requests of `max_model_len` can use: half of the bytes to each, and what
+    one of the two does not need to the other. So neither is starved, and whether an engine can
+    start does not depend on checkpoints.
+
     `num_gpu_blocks_override` sets the number of pages whatever the memory says; then requests
     that are too long for the pool are refused one by one.
 
     Args:
         needs: one entry a worker, in the order of the workers.
+        max_state_checkpoints: slots for checkpoints beside those of requests, exactly; 0 where
+            no prefix is cached. None: as many as fit, up to two a request.
+        kv_offloading_size: GiB of the host tier, over all workers; None: there is none.
 
     Raises:
-        CapacityError: the slots and the pages of one longest request do not fit a worker.
-        ConfigError: an override that leaves no page beside the null page.
+        CapacityError: the slots and the pages of one longest request do not fit a worker, or
+            not with so many checkpoints.
+        ConfigError: an override that leaves no page beside the null page; a host tier that does
+            not hold one page and one slot.
     """
     assert needs, "no worker reported its memory"
-    num_slots = NUM_RESERVED_SLOTS + max_num_seqs
-    if num_gpu_blocks_override is not None:
-        if num_gpu_blocks_override <= NUM_RESERVED_PAGES:
-            raise ConfigError(
-                f"--num-gpu-blocks-override={num_gpu_blocks_override}: must be at least "
-                f"{NUM_RESERVED_PAGES + 1}, since page 0 is never handed out"
-            )
-        return MemoryPlan(num_pages=num_gpu_blocks_override, num_slots=num_slots)
+    num_live_slots = NUM_RESERVED_SLOTS + max_num_seqs
     pages_per_request = -(-max_model_len // block_size)
-    num_pages = NUM_RESERVED_PAGES + max_num_seqs * pages_per_request
+    least_pages = NUM_RESERVED_PAGES + pages_per_request
+    most_pages = NUM_RESERVED_PAGES + max_num_seqs * pages_per_request
+    if num_gpu_blocks_override is not None:
+        _check_override(num_gpu_blocks_override)
+        least_pages = most_pages = num_gpu_blocks_override
+    elif (fitting := _most_pages(needs, num_live_slots, most_pages)) < least_pages:
+        raise CapacityError(_explain(needs, max_num_seqs, max_model_len, block_size, fitting))
+    num_checkpoints = max_state_checkpoints
+    if num_checkpoints is None:
+        num_checkpoints = _share_of_checkpoints(
+            needs, num_live_slots, least_pages, most_pages, _CHECKPOINTS_PER_REQUEST * max_num_seqs
+        )
+    num_slots = num_live_slots + num_checkpoints
+    num_pages = least_pages
+    if num_gpu_blocks_override is None:
+        num_pages = _most_pages(needs, num_slots, most_pages)
+        if num_pages < least_pages:
+            raise CapacityError(
+                _explain_checkpoints(needs, num_live_slots, least_pages, num_checkpoints)
+            )
+    plan = MemoryPlan(num_pages=num_pages, num_slots=num_slots)
+    return plan if kv_offloading_size is None else _with_host(plan, needs, kv_offloading_size)
+
+
+def describe(plan: MemoryPlan, max_num_seqs: int, block_size: int) -> str:
+    """What there is for requests and what is cached, without what is reserved."""
+    num_slots = plan.num_slots - NUM_RESERVED_SLOTS
+    text = (
+        f"{plan.num_pages - NUM_RESERVED_PAGES} pages of {block_size} tokens, slots for "
+        f"{max_num_seqs} requests and {num_slots - max_num_seqs} checkpoints"
+    )
+    if plan.num_host_pages or plan.num_host_slots:
+        text += f"; on the host {plan.num_host_pages} pages and {plan.num_host_slots} checkpoints"
+    return text
+
+
+def _check_override(num_pages: int) -> None:
+    if num_pages <= NUM_RESERVED_PAGES:
+        raise ConfigError(
+            f"--num-gpu-blocks-override={num_pages}: must be at least "
+            f"{NUM_RESERVED_PAGES + 1}, since page 0 is never handed out"
+        )
+
+
+def _most_pages(needs: Sequence[MemoryNeeds], num_slots: int, most_pages: int) -> int:
+    """How many pages fit every worker beside that many slots; 0 if the slots do not fit."""
+    num_pages = most_pages
     for need in needs:
         left = need.available_bytes - num_slots * need.bytes_per_slot
+        if left < 0:
+            return 0
         if need.bytes_per_page:
             num_pages = min(num_pages, left // need.bytes_per_page)
-        elif left < 0:
-            num_pages = 0
-    if num_pages < NUM_RESERVED_PAGES + pages_per_request:
-        raise CapacityError(
-            _explain(needs, max_num_seqs, max_model_len, block_size, max(0, num_pages))
+    return num_pages
+
+
+def _most_checkpoints(needs: Sequence[MemoryNeeds], num_slots: int, num_pages: int) -> int | None:
+    """How many further slots fit every worker; None if they cost nothing anywhere."""
+    counts = [
+        (need.available_bytes - num_slots * need.bytes_per_slot - num_pages * need.bytes_per_page)
+        // need.bytes_per_slot
+        for need in needs
+        if need.bytes_per_slot
+    ]
+    return max(0, min(counts)) if counts else None
+
+
+def _share_of_checkpoints(
+    needs: Sequence[MemoryNeeds],
+    num_live_slots: int,
+    least_pages: int,
+    most_pages: int,
+    most_checkpoints: int,
+) -> int:
+    """Slots for checkpoints when each side has half of what is left, or what the other leaves."""
+    fair = most_checkpoints
+    for need in needs:
+        floor = num_live_slots * need.bytes_per_slot + least_pages * need.bytes_per_page
+        left = max(0, need.available_bytes - floor)
+        page_bytes = (most_pages - least_pages) * need.bytes_per_page
+        if need.bytes_per_slot:
+            fair = min(fair, max(left // 2, left - page_bytes) // need.bytes_per_slot)
+    # Where another worker limits the pages, there may be room for more.
+    num_pages = max(least_pages, _most_pages(needs, num_live_slots + fair, most_pages))
+    fitting = _most_checkpoints(needs, num_live_slots, num_pages)
+    return most_checkpoints if fitting is None else min(most_checkpoints, max(fair, fitting))
+
+
+def _with_host(plan: MemoryPlan, needs: Sequence[MemoryNeeds], gib: float) -> MemoryPlan:
+    """The plan with a host tier whose pages and slots are in the proportion of the device's."""
+    budget = int(gib * 2**30)
+    page_bytes = sum(need.bytes_per_page for need in needs)
+    slot_bytes = sum(need.bytes_per_slot for need in needs)
+    if page_bytes + slot_bytes > budget:
+        raise ConfigError(
+            f"--kv-offloading-size={gib:g}: {budget} bytes do not hold one page of {page_bytes} "
+            f"bytes and one state slot of {slot_bytes} bytes over all workers; it takes "
+            f"{(page_bytes + slot_bytes) / 2**30:.3g} at least"
         )
-    return MemoryPlan(num_pages=num_pages, num_slots=num_slots)
+    num_pages = plan.num_pages - NUM_RESERVED_PAGES
+    num_slots = plan.num_slots - NUM_RESERVED_SLOTS
+    device_bytes = num_pages * page_bytes + num_slots * slot_bytes
+    if slot_bytes:
+        share = num_slots * budget // device_bytes
+        num_slots = min(max(1, share), (budget - page_bytes) // slot_bytes)
+    if page_bytes:
+        num_pages = (budget - num_slots * slot_bytes) // page_bytes
+    return msgspec.structs.replace(plan, num_host_pages=num_pages, num_host_slots=num_slots)
+
+
+def _explain_checkpoints(
+    needs: Sequence[MemoryNeeds], num_live_slots: int, least_pages: int, num_checkpoints: int
+) -> str:
+    """Why so many checkpoints were refused, and which change of one option alone would help."""
+
+    def needed_bytes(need: MemoryNeeds) -> int:
+        num_slots = num_live_slots + num_checkpoints
+        return num_slots * need.bytes_per_slot + least_pages * need.bytes_per_page
+
+    worker, tightest = max(
+        enumerate(needs), key=lambda item: needed_bytes(item[1]) - item[1].available_bytes
+    )
+    return (
+        f"too little memory for --max-state-checkpoints={num_checkpoints}: the worker of rank "
+        f"{worker} may use {tightest.available_bytes} bytes (--kv-cache-memory-bytes) and needs "
+        f"{needed_bytes(tightest)}: {num_live_slots} state slots of {tightest.bytes_per_slot} "
+        f"bytes, {least_pages} pages of {tightest.bytes_per_page} bytes for one longest request, "
+        f"and {num_checkpoints} checkpoints of {tightest.bytes_per_slot} bytes. It fits with "
+        f"--kv-cache-memory-bytes={max(map(needed_bytes, needs))} or "
+        f"--max-state-checkpoints={_most_checkpoints(needs, num_live_slots, least_pages)}"
+    )
 
 
 def _explain(

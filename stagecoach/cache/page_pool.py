@@ -1,12 +1,15 @@
 """Pages of MLA cache, by number: which are free.
 
 A page holds a fixed number of tokens of every MLA layer of a stage; its number is the same on
-all stages and ranks. Owns no content and knows no request.
+all stages and ranks. Owns no content and knows no request; what a page that is not free is
+used for is `cache_memory.py`'s to know.
 """
 
 from stagecoach.cache.id_pool import IdPool
 
-NUM_RESERVED_PAGES = 1  # page 0, the null page: padded page tables point at it
+# Page 0 holds zeros for ever: padded rows of page tables point at it. It is never written.
+NULL_PAGE = 0
+NUM_RESERVED_PAGES = 1
 
 
 class PagePool(IdPool):

@@ -2,7 +2,8 @@
 
 A slot holds one request's recurrent and convolution state of every KDA layer of a stage; its
 number is the same on all stages and ranks. A running request owns one slot: its first chunk
-reads the zero slot and writes the own one, every later segment reads and writes it in place.
+reads the zero slot or a checkpoint's and writes the own one, every later segment reads and
+writes it in place. A checkpoint owns one too, which nobody writes.
 
 The state is that after the certain tokens of the segment that wrote it. Beside it stands the
 record of that segment's drafts. Whoever reads the slot says how many rows of it came true, in
@@ -11,7 +12,9 @@ record of that segment's drafts. Whoever reads the slot says how many rows of it
 
 from stagecoach.cache.id_pool import IdPool
 
-NUM_RESERVED_SLOTS = 1  # slot 0 holds zeros for ever: the state before the first token
+# Slot 0 holds zeros for ever: the state before the first token. It is never written.
+ZERO_SLOT = 0
+NUM_RESERVED_SLOTS = 1
 
 
 class StateSlots(IdPool):

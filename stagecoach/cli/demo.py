@@ -15,7 +15,7 @@ from stagecoach.errors import ConfigError
 from stagecoach.llm import LLM
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams
-from stagecoach.text import chat_format
+from stagecoach.text import xtml
 
 _MAX_SHOWN = 600  # characters of a long prompt
 _MAX_TOKENS = 512
@@ -48,14 +48,15 @@ def demo(
         engine_options = {"speculative_config": {"model": "demo-draft"}, **engine_options}
     elif "speculative_config" in engine_options:
         raise ConfigError("--no-speculation and --speculative-config contradict each other")
-    console = Console(stderr=True)
     began = time.perf_counter()
     with LLM("demo", **engine_options) as llm:
-        console.print(f"Ready in {time.perf_counter() - began:.1f} s: {_layout(llm)}\n")
+        sys.stderr.write(f"Ready in {time.perf_counter() - began:.1f} s: {_layout(llm)}\n\n")
         answers = [
             _answer(llm, family, example) for family, example in _questions(prompt, eval_seed)
         ]
         Console().print(_table(llm, answers))
+        if llm.config.engine.enable_prefix_caching:
+            sys.stdout.write(_ask_again(llm, max(answers, key=_num_prompt_tokens)))
 
 
 def _questions(prompts: list[str] | None, seed: int) -> list[tuple[str, Example | str]]:
@@ -92,13 +93,31 @@ def _answer(llm: LLM, family: str, question: Example | str) -> _Answer:
     return _Answer(family, output, time.perf_counter() - began)
 
 
+def _num_prompt_tokens(answer: _Answer) -> int:
+    return len(answer.output.prompt_token_ids)
+
+
+def _ask_again(llm: LLM, answer: _Answer) -> str:
+    """A line that says what the prefix cache spares when a prompt comes a second time."""
+    token_ids = answer.output.prompt_token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    [again] = llm.generate(token_ids, params, use_tqdm=False)
+    first, second = (
+        (output.timings.first_token_seconds or 0.0) * 1000 for output in (answer.output, again)
+    )
+    return (
+        f"{answer.family} once more: {again.num_cached_tokens} of {len(token_ids)} prompt tokens "
+        f"from the prefix cache,\nprefill {second:.0f} ms instead of {first:.0f} ms\n"
+    )
+
+
 def _readable(text: str) -> str:
     """Channel markers as short tags; a marker that is not complete yet stays out."""
     for marker, tag in (
-        (chat_format.OPEN, "<"),
-        (chat_format.CLOSE, "</"),
-        (chat_format.SEP, ">"),
-        (chat_format.END_OF_MESSAGE, ""),
+        (xtml.OPEN, "<"),
+        (xtml.CLOSE, "</"),
+        (xtml.SEP, ">"),
+        (xtml.END_OF_MESSAGE, ""),
     ):
         text = text.replace(marker, tag)
     return text

@@ -29,6 +29,10 @@ def evaluate(
             help=f"One of {', '.join(FAMILIES)}; may be repeated. Default: all.",
         ),
     ] = None,
+    num_fewshot: Annotated[
+        int,
+        typer.Option(help="Solved examples of the same family before each question."),
+    ] = 0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 1024,
     temperature: Annotated[
         float,
@@ -42,7 +46,9 @@ def evaluate(
 ) -> None:
     """Answer held-out examples and report the share answered exactly right.
 
-    With a draft (--speculative-config), report the tokens of a verify round as well.
+    With a draft (--speculative-config), report the tokens of a verify round as well, and with
+    prefix caching the share of prompt tokens that were cached. An answer that ends with an error
+    counts as wrong, is named on stderr, and makes the exit status 1.
     """
     families = tuple(task or FAMILIES)
     for family in families:
@@ -50,6 +56,8 @@ def evaluate(
             raise ConfigError(f"--task={family}: must be one of {', '.join(FAMILIES)}")
     if limit < 1:
         raise ConfigError(f"--limit={limit}: must be at least 1")
+    if num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot={num_fewshot}: must not be negative")
     with LLM(model, **engine_options) as llm:
         report = evaluate_model(
             llm,
@@ -58,6 +66,7 @@ def evaluate(
             seed=eval_seed,
             max_tokens=max_tokens,
             temperature=temperature,
+            num_fewshot=num_fewshot,
         )
     if as_json:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -66,10 +75,20 @@ def evaluate(
         console.print(_table(report))
         if report.speculation is not None:
             console.print(_acceptance_table(report.speculation))
+    errors = [
+        f"stagecoach: {item.error} (task {item.task}, example {item.index})\n"
+        for item in report.wrong
+        if item.error is not None
+    ]
+    if errors:
+        sys.stderr.writelines(errors)
+        raise SystemExit(1)
 
 
 def _table(report: EvaluationReport) -> Table:
     table = Table("task", "exactly right", "examples", title=f"{report.model}: {report.engine}")
+    if report.cached_share is not None:
+        table.caption = f"{report.cached_share:.1%} of the prompts' tokens were cached"
     if report.speculation is not None:
         table.add_column("tokens a round")
     for family, score in report.tasks.items():

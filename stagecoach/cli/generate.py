@@ -28,7 +28,9 @@ def generate(
     ] = None,
     prompt_token_ids: Annotated[
         list[str] | None,
-        typer.Option(metavar="JSON", help="A prompt as token ids, as in `[1, 2, 3]`."),
+        typer.Option(
+            metavar="JSON", help="A prompt as token ids, as in `[1, 2, 3]`; @FILE: one a line."
+        ),
     ] = None,
     chat: Annotated[
         bool,
@@ -91,9 +93,20 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="The same for the tokens of the prompt.")
     ] = None,
+    cache_salt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Only prompts with the same salt share cached prefixes: one for each tenant.",
+        ),
+    ] = None,
     engine_options: dict[str, Any],
 ) -> None:
-    """Complete one or many prompts. One prompt without --json is printed as it is written."""
+    """Complete one or many prompts. One prompt without --json is printed as it is written.
+
+    Prompts of one run that begin alike share the work on that beginning: the prefix cache keeps
+    pages and states, and `num_cached_tokens` of --json says how much of a prompt it spared.
+    """
     prompts = _collect_prompts(prompt, prompt_file, prompt_token_ids)
     wanted = SamplingParams(
         n=n,
@@ -125,14 +138,17 @@ def generate(
                 for text in prompts
             ]
         if as_json:
-            outputs = llm.generate(prompts, params)
+            outputs = llm.generate(prompts, params, cache_salt=cache_salt)
             sys.stdout.write(_to_json(outputs, llm) + "\n")
         elif len(prompts) == 1 and n == 1:
-            _tell_acceptance([_print_stream(llm, prompts[0], params)])
+            outputs = [_print_stream(llm, prompts[0], params, cache_salt)]
         else:
-            outputs = llm.generate(prompts, params)
+            outputs = llm.generate(prompts, params, cache_salt=cache_salt)
             _print_blocks(outputs)
+        if not as_json:
+            _tell_cached_tokens(outputs)
             _tell_acceptance(outputs)
+    _end_with_errors(outputs)
 
 
 def _collect_prompts(
@@ -145,15 +161,26 @@ def _collect_prompts(
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError("prompt_file", f"{prompt_file}: {error}") from None
     for text in prompt_token_ids or ():
-        try:
-            prompts.append(msgspec.json.decode(text, type=list[int]))
-        except msgspec.DecodeError:
-            raise RequestError(
-                "prompt_token_ids", f"must be a JSON list of integers, not {text!r}"
-            ) from None
+        prompts += _parse_token_ids(text)
     if not prompts:
         raise RequestError("prompt", "none given; use --prompt TEXT")
     return prompts
+
+
+def _parse_token_ids(text: str) -> list[list[int]]:
+    """One prompt, or those of the file that `@FILE` names."""
+    lines = [text]
+    if text.startswith("@"):
+        try:
+            lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError("prompt_token_ids", f"{text}: {error}") from None
+    try:
+        return [msgspec.json.decode(line, type=list[int]) for line in lines]
+    except msgspec.DecodeError:
+        raise RequestError(
+            "prompt_token_ids", f"must be a JSON list of integers, not {text!r}"
+        ) from None
 
 
 def _parse_logit_bias(text: str | None) -> dict[int, float]:
@@ -173,9 +200,11 @@ def _with_max_tokens(params: SamplingParams, max_model_len: int) -> SamplingPara
     return msgspec.structs.replace(params, max_tokens=min(_DEFAULT_MAX_TOKENS, max_model_len))
 
 
-def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+def _print_stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, cache_salt: str | None
+) -> RequestOutput:
     num_printed = 0
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, cache_salt=cache_salt):
         text = output.outputs[0].text
         sys.stdout.write(text[num_printed:])
         sys.stdout.flush()
@@ -189,6 +218,27 @@ def _print_blocks(outputs: list[RequestOutput]) -> None:
         for completion in output.outputs:
             sys.stdout.write(f"--- prompt {number}, completion {completion.index}\n")
             sys.stdout.write(completion.text + "\n")
+
+
+def _tell_cached_tokens(outputs: list[RequestOutput]) -> None:
+    """One line on stderr, where the prefix cache spared work."""
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    if num_cached:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        sys.stderr.write(f"{num_cached} of {num_prompt} prompt tokens came from the cache\n")
+
+
+def _end_with_errors(outputs: list[RequestOutput]) -> None:
+    """Exit status 1, and a line for each completion that ended with an error."""
+    errors = [
+        f"stagecoach: {completion.error} (prompt {number}, completion {completion.index})\n"
+        for number, output in enumerate(outputs)
+        for completion in output.outputs
+        if completion.error is not None
+    ]
+    if errors:
+        sys.stderr.writelines(errors)
+        raise SystemExit(1)
 
 
 def _tell_acceptance(outputs: list[RequestOutput]) -> None:
@@ -216,6 +266,7 @@ def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
             "text": completion.text,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            "error": completion.error,
             "logprobs": None
             if completion.logprobs is None
             else [_logprob_object(entry) for entry in completion.logprobs],
@@ -235,12 +286,13 @@ def _to_json(outputs: list[RequestOutput], llm: LLM) -> str:
         for completion in output.outputs
     ]
     told = llm.stats()
-    speculation = told.speculation
     stats = msgspec.to_builtins(told)
     for name in ("type", "query_id"):
         stats.pop(name)
-    if speculation is not None:
-        stats["speculation"]["mean_acceptance_length"] = speculation.mean_acceptance_length
+    if told.speculation is not None:
+        stats["speculation"]["mean_acceptance_length"] = told.speculation.mean_acceptance_length
+    if told.prefix_cache is not None:
+        stats["prefix_cache"]["hit_rate"] = told.prefix_cache.hit_rate
     return msgspec.json.encode({"outputs": entries, "stats": stats}).decode()
 
 

@@ -127,10 +127,15 @@ def _configure_log(level: str) -> None:
 
 
 def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Parameter:
-    names = [*item.metadata.get("flags", ()), option(item.name)]
-    is_flag = item.default is False
-    kind: Any = bool if is_flag else int if item.type in (int, int | None) else str
-    shown = None if default in (None, dataclasses.MISSING) or is_flag else str(default)
+    kind = _kind(item)
+    is_flag = kind is bool
+    long_name = option(item.name)
+    # The second spelling lets a command line win over a file that says true.
+    if is_flag:
+        long_name += f"/--no-{long_name.removeprefix('--')}"
+    names = [*item.metadata.get("flags", ()), long_name]
+    is_told = default is not False and default not in (None, dataclasses.MISSING)
+    shown = str(default) if is_told else None
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -145,6 +150,14 @@ def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Paramete
             ),
         ],
     )
+
+
+def _kind(item: "dataclasses.Field[Any]") -> Any:
+    """What a command line takes for it: bool, int, float, or text."""
+    for kind in (bool, int, float):
+        if item.type in (kind, kind | None):
+            return kind
+    return str
 
 
 def _help(name: str) -> str:

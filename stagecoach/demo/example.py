@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stagecoach.text.chat_format import ParsedMessage, ToolCall
+from stagecoach.text.message_stream import ParsedMessage, ToolCall
 
 Split = Literal["train", "held_out"]
 

@@ -18,7 +18,7 @@ from stagecoach.demo.families import (
     small_talk,
     tool_calls,
 )
-from stagecoach.text.chat_format import ParsedMessage, ToolCall
+from stagecoach.text.message_stream import ParsedMessage, ToolCall
 
 # The families that are scored.
 FAMILIES = (

@@ -13,7 +13,7 @@ rank, N blocks, K tokens of a block, J tokens chosen so far, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,20 @@ class Proposal(NamedTuple):
     token_ids_NK: Tensor  # int64
     # Estimates that a draft is accepted if all before it are, uncalibrated; None: no such head.
     confidences_NK: Tensor | None
+
+
+class Drafter(Protocol):
+    """What the last stage asks of a drafter, on every rank; see DSparkDrafter for each call."""
+
+    def write_context(
+        self, taps_TBH: Tensor, step: StepTensors, draft_rows_YRD: Tensor
+    ) -> None: ...
+
+    def finish_context(self) -> None: ...
+
+    def propose(
+        self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
+    ) -> Proposal | None: ...
 
 
 class DSparkDrafter:
@@ -76,6 +90,10 @@ class DSparkDrafter:
             return
         self.context.add(taps_TBH, _positions(step), step.cache_rows_T, draft_rows_YRD)
 
+    def finish_context(self) -> None:
+        """Store all context rows that are due; the cache is about to be read or moved."""
+        self.context.write()
+
     def propose(
         self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:
@@ -89,7 +107,7 @@ class DSparkDrafter:
             draft_rows_YRD: the cache, only read.
             choose: picks tokens on rank 0; None on the others, which get None.
         """
-        self.context.write()
+        self.finish_context()
         hidden_NKH = self._block_pass(block, draft_rows_YRD)
         logits_NKV = self._head(hidden_NKH.flatten(0, 1)).unflatten(0, hidden_NKH.shape[:2])
         if choose is None:

@@ -22,6 +22,7 @@ from stagecoach.engine.messages import (
     LoadProgress,
     Outputs,
     RequestRefused,
+    ResetPrefixCache,
     Submit,
     ToClient,
 )
@@ -53,8 +54,10 @@ class EngineClient:
         self,
         config: ResolvedConfig,
         on_load_progress: Callable[[LoadProgress], None] | None = None,
+        *,
+        is_awaited: bool = True,
     ) -> None:
-        """Start the engine and wait until it serves.
+        """Start the engine and wait until it serves, or leave that to `wait_until_ready`.
 
         Raises:
             ConfigError, CheckpointError, EngineDeadError: why it does not.
@@ -77,6 +80,15 @@ class EngineClient:
         self._receiver.start()
         # A script that ends without close() must not leave by force what can end in order.
         atexit.register(self.close)
+        if is_awaited:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Return once the engine serves; closed if it does not.
+
+        Raises:
+            ConfigError, CheckpointError, EngineDeadError: why it does not.
+        """
         try:
             self._ready.wait()
         except BaseException:
@@ -96,13 +108,19 @@ class EngineClient:
         """Why the engine no longer serves, or None."""
         return self._failure
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        cache_salt: str | None = None,
+    ) -> None:
         """Refuse what could never be served; touches nothing.
 
         Raises:
             RequestError: names the field.
         """
         _check_types(prompt_token_ids, params)
+        _check_salt(cache_salt)
         vocab_size = self.config.model.vocab_size
         check_prompt(
             tuple(prompt_token_ids), vocab_size=vocab_size, limit=self.config.max_model_len - 1
@@ -111,17 +129,34 @@ class EngineClient:
         if params.seed is not None and params.seed + params.n - 1 > MAX_SEED:
             raise RequestError("seed", f"seed + n - 1 must be at most {MAX_SEED}")
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink) -> int:
+    def new_request_id(self) -> int:
+        """An id for a request that is submitted later; its derived seed follows from it."""
+        return _CLIENT << CLIENT_SHIFT | next(self._request_numbers)
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: int | None = None,
+        cache_salt: str | None = None,
+        checkpoint_position: int | None = None,
+    ) -> int:
         """Queue one completion (`params.n` is the caller's business); returns its id.
+
+        Args:
+            request_id: of `new_request_id`; None: a new one.
+            cache_salt: only requests with the same one share cached prefixes.
+            checkpoint_position: prompt tokens that later prompts are likely to share.
 
         Raises:
             RequestError: the request is refused.
             EngineDeadError: the engine is gone.
         """
-        self.check(prompt_token_ids, params)
-        number = next(self._request_numbers)
-        request_id = _CLIENT << CLIENT_SHIFT | number
-        seed = params.seed if params.seed is not None else self._derived_seed(number)
+        self.check(prompt_token_ids, params, cache_salt)
+        request_id = self.new_request_id() if request_id is None else request_id
+        seed = params.seed if params.seed is not None else self._derived_seed(request_id)
         with self._lock:
             self._raise_failure()
             self._sinks[request_id] = sink
@@ -131,6 +166,8 @@ class EngineClient:
                 prompt_token_ids=tuple(prompt_token_ids),
                 params=params,
                 seed=seed,
+                cache_salt=cache_salt,
+                checkpoint_position=checkpoint_position,
             )
         )
         return request_id
@@ -142,6 +179,16 @@ class EngineClient:
                 self._sinks.pop(request_id, None)
         if self._failure is None:
             self._engine.port.send(Abort(request_ids=tuple(request_ids)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: requests submitted from now on find none of them.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        with self._lock:
+            self._raise_failure()
+        self._engine.port.send(ResetPrefixCache())
 
     def stats(self, timeout_seconds: float = 5.0) -> EngineStats:
         """Counts of the engine.
@@ -163,18 +210,23 @@ class EngineClient:
                 raise EngineDeadError(f"the engine loop did not answer in {timeout_seconds:g} s")
         return waiter.stats
 
-    def close(self) -> None:
-        """End the engine; requests still waiting end with an EngineDeadError."""
+    def close(self, *, in_order: bool = True) -> None:
+        """End the engine; requests still waiting end with an EngineDeadError.
+
+        Args:
+            in_order: let its processes end by themselves, for some seconds.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
         self._receiver.join()
         # While it loads there is nothing to lose, and a worker may be deaf.
-        self._engine.stop(in_order=self.ready is not None)
+        self._engine.stop(in_order=in_order and self.ready is not None)
         self._fail(EngineDeadError("the engine was closed"))
 
-    def _derived_seed(self, number: int) -> int:
+    def _derived_seed(self, request_id: int) -> int:
+        number = request_id & ((1 << CLIENT_SHIFT) - 1)
         # Any injective map will do: noise is keyed by all 64 bits.
         return (self.config.engine.seed << 32 | number) & (2**63 - 1)
 
@@ -272,6 +324,22 @@ def _check_types(prompt_token_ids: Sequence[int], params: SamplingParams) -> Non
             decoder.decode(msgspec.msgpack.encode(getattr(params, name)))
         except (msgspec.ValidationError, TypeError, OverflowError, UnicodeError) as error:
             raise RequestError(name, str(error).partition(" - at ")[0]) from None
+
+
+def _check_salt(cache_salt: str | None) -> None:
+    """
+    Raises:
+        RequestError: no text, or none that can be sent.
+    """
+    if cache_salt is None:
+        return
+    # An empty salt is most likely a tenant whose name is missing.
+    if not isinstance(cache_salt, str) or not cache_salt:
+        raise RequestError("cache_salt", f"must be a text that is not empty, not {cache_salt!r}")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("cache_salt", str(error)) from None
 
 
 class _StatsWaiter:

@@ -36,6 +36,8 @@ _STOP_SECONDS = 5.0
 _KILL_SECONDS = 2.0
 # After the first sign of a failure, how long to look for the process that caused it.
 _BLAME_SECONDS = 0.3
+# How long what a worker has said of its end may take through the loop to the client.
+_WORDS_SECONDS = 3.0
 _MAX_PARENT_BYTES = 70
 
 
@@ -140,7 +142,11 @@ class ProcessEngine:
         ended = wait([process.sentinel for process in self._processes.values()])
         if self._is_stopping.is_set():
             return
-        _join_all(list(self._processes.values()), _BLAME_SECONDS)
+        processes = list(self._processes.values())
+        _join_all(processes, _BLAME_SECONDS)
+        if not any((process.exitcode or 0) < 0 for process in processes):
+            # Nobody was killed, so whoever ended first has said why.
+            _join_all(processes, _WORDS_SECONDS)
         first_ended = [
             name for name, process in self._processes.items() if process.sentinel in ended
         ]

@@ -6,9 +6,13 @@ is scheduled depends on the order of events and never on how fast they come.
 """
 
 import time
+from collections.abc import Callable
 
-from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan_memory
+from stagecoach.cache.prefix_cache import PrefixCache
+from stagecoach.cache.prefix_hash import model_root
 from stagecoach.config import ResolvedConfig
+from stagecoach.engine.cache_identity import cache_identity, with_bytes
 from stagecoach.engine.messages import (
     Abort,
     Allocate,
@@ -22,6 +26,7 @@ from stagecoach.engine.messages import (
     Outputs,
     PlanDone,
     RequestRefused,
+    ResetPrefixCache,
     RunPlan,
     Shutdown,
     StepEcho,
@@ -32,6 +37,7 @@ from stagecoach.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from stagecoach.engine.mismatch_report import MismatchReporter
 from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
 from stagecoach.engine.step_profile import StageClock, StepProfile, StepProfiler, shape_of
 from stagecoach.errors import (
@@ -44,19 +50,30 @@ from stagecoach.errors import (
     WorkerDiedError,
     error_class,
 )
+from stagecoach.observe.log import get_logger
 from stagecoach.request import Request
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
+from stagecoach.schedule.shadow import TOLERANCES, Shadows, Verdict
 from stagecoach.schedule.step_cost import StepShape
 from stagecoach.schedule.step_plan import StepPlan, plan_digest
+
+_LOG = get_logger(__name__)
 
 
 class EngineLoop:
     """Serves the clients of one engine until a Shutdown or a failure."""
 
-    def __init__(self, config: ResolvedConfig, port: LoopPort) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        port: LoopPort,
+        make_policy: Callable[..., DraftPolicy] = DraftPolicy,
+        report_verdict: Callable[[Verdict], None] | None = None,
+    ) -> None:
         self._config = config
+        self._make_policy = make_policy
         self._port = port
         self._clients: set[int] = set()
         self._ready: EngineReady | None = None
@@ -67,6 +84,7 @@ class EngineLoop:
         self._last_answer = 0.0
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
+        self._needs: list[MemoryNeeds] = []  # by rank
         self._scheduler: Scheduler | None = None
         self._policy: DraftPolicy | None = None
         self._clock = StageClock(config.engine.pipeline_parallel_size)
@@ -75,6 +93,7 @@ class EngineLoop:
         # What plans took, not told to the policy yet: that can wait until workers are busy.
         self._measured: list[tuple[StepShape, tuple[float, ...]]] = []
         self._counters = _Counters(config.engine.pipeline_parallel_size)
+        self._report_verdict = report_verdict or MismatchReporter(config.engine).report
 
     @property
     def scheduler(self) -> Scheduler:
@@ -113,37 +132,27 @@ class EngineLoop:
             rank, message = received
             if isinstance(message, WorkerReady):
                 needs[rank] = message.needs
+        self._needs = [needs[rank] for rank in range(engine.num_workers)]
         memory = plan_memory(
-            [needs[rank] for rank in range(engine.num_workers)],
+            self._needs,
             max_num_seqs=engine.max_num_seqs,
             max_model_len=self._config.max_model_len,
             block_size=engine.block_size,
             num_gpu_blocks_override=engine.num_gpu_blocks_override,
+            max_state_checkpoints=engine.max_state_checkpoints if self._is_caching else 0,
+            kv_offloading_size=engine.kv_offloading_size,
         )
+        _LOG.info("memory: %s", describe(memory, engine.max_num_seqs, engine.block_size))
         profile = self._measure_steps(memory)
         if self._is_stopping or not self._allocate(memory):
             return
         if self._config.speculation is not None:
-            self._policy = DraftPolicy(
+            self._policy = self._make_policy(
                 self._config.speculation,
                 profile.cost if profile else None,
                 num_stages=engine.pipeline_parallel_size,
             )
-        self._scheduler = Scheduler(
-            num_stages=engine.pipeline_parallel_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            block_size=engine.block_size,
-            max_model_len=self._config.max_model_len,
-            num_pages=memory.num_pages,
-            num_slots=memory.num_slots,
-            eos_token_ids=self._config.model.eos_token_ids,
-            vocab_size=self._config.model.vocab_size,
-            policy=self._policy,
-            num_draft_tokens=self._config.num_draft_tokens,
-            first_step=profile.num_steps if profile else 0,
-            debug_poison=engine.debug_poison,
-        )
+        self._scheduler = self._make_scheduler(memory, profile.num_steps if profile else 0)
         self._ready = EngineReady(
             num_pages=memory.num_pages,
             num_slots=memory.num_slots,
@@ -153,6 +162,48 @@ class EngineLoop:
         for client, early in self._early:
             self._serve(client, early)
         self._early.clear()
+
+    @property
+    def _is_caching(self) -> bool:
+        return self._config.engine.enable_prefix_caching
+
+    def _make_scheduler(self, memory: MemoryPlan, first_step: int) -> Scheduler:
+        engine = self._config.engine
+        cache = PrefixCache(
+            num_pages=memory.num_pages,
+            num_slots=memory.num_slots,
+            block_size=engine.block_size,
+            num_host_pages=memory.num_host_pages,
+            num_host_slots=memory.num_host_slots,
+            is_enabled=engine.enable_prefix_caching,
+            debug_poison=engine.debug_poison,
+        )
+        return Scheduler(
+            num_stages=engine.pipeline_parallel_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            block_size=engine.block_size,
+            max_model_len=self._config.max_model_len,
+            cache=cache,
+            cache_root=model_root(
+                model=cache_identity(self._config),
+                dtype=self._config.dtype,
+                block_size=engine.block_size,
+            ),
+            state_checkpoint_interval=engine.state_checkpoint_interval,
+            eos_token_ids=self._config.model.eos_token_ids,
+            vocab_size=self._config.model.vocab_size,
+            policy=self._policy,
+            num_draft_tokens=self._config.num_draft_tokens,
+            first_step=first_step,
+            shadows=Shadows(
+                cache,
+                rate=engine.verify_cache,
+                tolerance=TOLERANCES[self._config.dtype],
+                num_workers=engine.num_workers,
+            ),
+            debug_poison=engine.debug_poison,
+        )
 
     def _allocate(self, memory: MemoryPlan) -> bool:
         """Have all workers reserve it, instead of what they had; False once a Shutdown came."""
@@ -220,6 +271,8 @@ class EngineLoop:
                     self.scheduler.abort(request_id)
             case GetStats(query_id=query_id):
                 self._port.send_client(client, self._stats(query_id))
+            case ResetPrefixCache():
+                self.scheduler.reset_prefix_cache()
 
     def _submit(self, client: int, message: Submit) -> None:
         request = Request(
@@ -228,6 +281,8 @@ class EngineLoop:
             params=message.params,
             seed=message.seed,
             max_tokens=message.params.max_tokens or self._config.max_model_len,
+            cache_salt=message.cache_salt,
+            checkpoint_position=message.checkpoint_position,
         )
         try:
             self.scheduler.add(request)
@@ -307,6 +362,7 @@ class EngineLoop:
             outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
         for client, items in outputs.items():
             self._port.send_client(client, Outputs(items=tuple(items)))
+        self._report_verdicts()
 
     def _check_echo(self, rank: int, echo: StepEcho) -> None:
         stage, tp_rank = divmod(rank, self._config.engine.tensor_parallel_size)
@@ -319,6 +375,13 @@ class EngineLoop:
             del self._unechoed[echo.step]
         else:
             self._unechoed[echo.step] = (digest, num_missing - 1)
+        if echo.differences:
+            self.scheduler.shadows.note_differences(echo.step, echo.differences)
+            self._report_verdicts()
+
+    def _report_verdicts(self) -> None:
+        for verdict in self.scheduler.shadows.take_verdicts():
+            self._report_verdict(verdict)
 
     def _note_busy(self, step: int, stage: int, seconds: float) -> None:
         self._counters.stage_busy_seconds[stage] += seconds
@@ -375,6 +438,9 @@ class EngineLoop:
             step_seconds=counters.step_seconds,
             stage_busy_seconds=tuple(counters.stage_busy_seconds),
             speculation=None if self._policy is None else self._policy.stats(),
+            prefix_cache=with_bytes(scheduler.prefix_cache_stats, self._needs)
+            if self._is_caching
+            else None,
         )
 
     def _announce_failure(self, error: Exception) -> None:

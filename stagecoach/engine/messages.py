@@ -8,6 +8,7 @@ A StepPlan and a StepResult are defined in `schedule/step_plan.py`; here they on
 
 import msgspec
 
+from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.commit import Progress
@@ -33,6 +34,9 @@ class Submit(Message):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
+    # Prompt tokens after which a checkpoint is worth most; None: all but the last.
+    checkpoint_position: int | None = None
 
 
 class Abort(Message):
@@ -45,6 +49,10 @@ class GetStats(Message):
     """Ask for EngineStats."""
 
     query_id: int
+
+
+class ResetPrefixCache(Message):
+    """Forget all cached prefixes; running requests go on."""
 
 
 class Shutdown(Message):
@@ -103,6 +111,7 @@ class EngineStats(Message):
     step_seconds: float  # from a plan's arrival at the last stage to its result
     stage_busy_seconds: tuple[float, ...]  # rank 0 of each stage, not waiting for its input
     speculation: SpeculationStats | None  # None where nothing is ever drafted
+    prefix_cache: PrefixCacheStats | None = None  # None with --no-enable-prefix-caching
 
 
 class EngineFailed(Message):
@@ -148,6 +157,7 @@ class StepEcho(Message):
     step: int
     digest: bytes
     busy_seconds: float  # not waiting for the stage before
+    differences: tuple[float, ...] = ()  # as in StepResult
 
 
 class PlanDone(Message):
@@ -165,7 +175,7 @@ class WorkerFailed(Message):
     reason: str
 
 
-ToEngine = Hello | Submit | Abort | GetStats | Shutdown
+ToEngine = Hello | Submit | Abort | GetStats | ResetPrefixCache | Shutdown
 ToClient = LoadProgress | EngineReady | Outputs | RequestRefused | EngineStats | EngineFailed
 ToWorker = Allocate | RunPlan | Shutdown
 FromWorker = LoadProgress | WorkerReady | WorkerAllocated | StepEcho | PlanDone | WorkerFailed

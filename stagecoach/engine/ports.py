@@ -121,7 +121,8 @@ class ZmqWorkerPort:
         self._socket.send(messages.encode(message))
 
     def close(self) -> None:
-        self._context.destroy(linger=1000)
+        # Last words (WorkerFailed) may be for a loop that is still starting.
+        self._context.destroy(linger=3000)
 
 
 class ZmqClientPort:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from stagecoach.cache.memory_plan import MemoryPlan
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
-from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
+from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS, ZERO_SLOT
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.messages import FromWorker, PlanDone, RunPlan, StepEcho
 from stagecoach.errors import PlanDivergenceError
@@ -20,7 +20,6 @@ from stagecoach.request import SamplingParams
 from stagecoach.schedule.chunking import pages_for
 from stagecoach.schedule.step_cost import MeasuredStep, StepCost, StepShape
 from stagecoach.schedule.step_plan import (
-    ZERO_SLOT,
     SamplingEntry,
     Segment,
     StepPlan,

@@ -14,13 +14,14 @@ from stagecoach.engine.messages import (
     PlanDone,
     RunPlan,
     StepEcho,
+    ToWorker,
     WorkerAllocated,
     WorkerReady,
 )
 from stagecoach.engine.ports import WorkerPort
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.topology import WorkerId
-from stagecoach.runner.stage_runner import StageRunner
+from stagecoach.runner.stage_runner import Loaders, StageRunner
 from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
@@ -30,27 +31,41 @@ class Worker:
     """A StageRunner at the end of a port."""
 
     def __init__(
-        self, config: ResolvedConfig, worker: WorkerId, links: Links, port: WorkerPort
+        self,
+        config: ResolvedConfig,
+        worker: WorkerId,
+        links: Links,
+        port: WorkerPort,
+        loaders: Loaders | None = None,
     ) -> None:
         self._name = worker.name
         self._port = port
-        self._runner = StageRunner(config, worker, links)
+        self._runner = StageRunner(config, worker, links, loaders)
         self._next_step = 0
 
     def run(self) -> None:
         """Serve until Shutdown; an exception ends the worker and is its caller's to report."""
+        self.start()
+        while self.handle(self._port.receive()):
+            pass
+        self._runner.finish()
+
+    def start(self) -> None:
+        """Load, and report what memory is needed."""
         self._runner.load(self._progress_reporter())
         self._port.send(WorkerReady(worker=self._name, needs=self._runner.memory_needs()))
-        while True:
-            match self._port.receive():
-                case RunPlan(encoded_plan=encoded_plan):
-                    self._run_plan(encoded_plan)
-                case Allocate(memory=memory):
-                    self._runner.allocate(memory)
-                    self._port.send(WorkerAllocated(worker=self._name))
-                case _:
-                    break
-        self._runner.finish()
+
+    def handle(self, message: ToWorker) -> bool:
+        """Carry out one message; False once it is Shutdown."""
+        match message:
+            case RunPlan(encoded_plan=encoded_plan):
+                self._run_plan(encoded_plan)
+            case Allocate(memory=memory):
+                self._runner.allocate(memory)
+                self._port.send(WorkerAllocated(worker=self._name))
+            case _:
+                return False
+        return True
 
     def _run_plan(self, encoded_plan: bytes) -> None:
         arrival = time.perf_counter()
@@ -64,7 +79,11 @@ class Worker:
         if outcome.rows is None:
             self._port.send(
                 StepEcho(
-                    worker=self._name, step=plan.step, digest=digest, busy_seconds=busy_seconds
+                    worker=self._name,
+                    step=plan.step,
+                    digest=digest,
+                    busy_seconds=busy_seconds,
+                    differences=outcome.differences,
                 )
             )
             return
@@ -75,6 +94,7 @@ class Worker:
             forward_seconds=outcome.forward_seconds,
             step_seconds=step_seconds,
             busy_seconds=busy_seconds,
+            differences=outcome.differences,
         )
         self._port.send(PlanDone(worker=self._name, result=result))
 

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.kernels.chunk_layout import ChunkLayout
+from stagecoach.kernels.saves import GroupSaves
+
 
 class SegmentGroup(NamedTuple):
     """Segments that one operator call runs together: windows, or chunks, of alike lengths.
@@ -34,6 +37,8 @@ class SegmentGroup(NamedTuple):
     max_drafts: int
     context_rows_BL: Tensor  # int64, cache row of each position [0, end); 0 past the end
     context_lengths_B: Tensor  # int64, end = start + length
+    saves: GroupSaves | None = None  # None: no segment files a state
+    chunk_layout: ChunkLayout | None = None  # what the chunked form of KDA goes by
 
     def pad(self, x_T: Tensor, fill: float = 0.0) -> Tensor:
         """[T, ...] -> [B, W, ...], `fill` where no token is; a view when nothing is padded."""

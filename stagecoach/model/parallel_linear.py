@@ -149,7 +149,8 @@ class VocabEmbedding:
         local_T = token_ids_T - shard.start
         is_here_T = (local_T >= 0) & (local_T < shard.num_rows)
         rows_TH = functional.embedding(local_T.where(is_here_T, 0), shard.weight_VH)
-        return self._tp.all_reduce(rows_TH * is_here_T[:, None])
+        # Not a product: the row that stands in for others may hold NaN.
+        return self._tp.all_reduce(rows_TH.masked_fill_(~is_here_T[:, None], 0))
 
 
 class VocabHead:

@@ -78,11 +78,17 @@ class MemoryShapes:
     def bytes_per_page(self, page_size: int) -> int:
         return page_size * self.bytes_per_row
 
-    def allocate(self, num_slots: int, num_rows: int, device: str = "cpu") -> StageMemory:
-        """Zero-filled memory of `num_slots` slots and `num_rows` cache rows."""
+    def allocate(
+        self, num_slots: int, num_rows: int, device: str = "cpu", *, is_pinned: bool = False
+    ) -> StageMemory:
+        """Zero-filled memory of `num_slots` slots and `num_rows` cache rows.
+
+        Args:
+            is_pinned: host memory that an accelerator copies from and to.
+        """
 
         def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=is_pinned)
 
         layers: dict[int, KdaMemory | MlaMemory] = {}
         for layer in self.kda_layers:

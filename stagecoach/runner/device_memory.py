@@ -1,17 +1,24 @@
 """The tensors behind pages and state slots of one worker.
 
-Owns their allocation and, in debug mode, the NaN in all that is free. Numbers come from the
-plan; nothing here knows which request holds what.
+Owns their allocation, on the device and in the host tier, and the order of what a plan does to
+them before its segments run; in debug mode also the NaN in all that is free. Numbers come from
+the plan; nothing here knows which request holds what.
 """
 
 import psutil
 import torch
 
+from stagecoach.cache.memory_moves import NO_MOVES
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
+from stagecoach.cache.page_pool import NULL_PAGE
+from stagecoach.cache.state_slots import ZERO_SLOT
 from stagecoach.config import ResolvedConfig
-from stagecoach.model.stage_memory import KdaMemory, MemoryShapes, StageMemory, memory_shapes
+from stagecoach.model.stage_memory import MemoryShapes, StageMemory, memory_shapes
 from stagecoach.pipeline.stage import Stage
-from stagecoach.schedule.step_plan import NULL_PAGE, ZERO_SLOT
+from stagecoach.runner.memory_moves import MovablePools
+from stagecoach.runner.slot_tags import SlotTags
+from stagecoach.runner.state_differences import state_differences
+from stagecoach.schedule.step_plan import StepPlan
 
 # Share of the free memory that all workers of this host take for pages and slots, at most.
 _FREE_MEMORY_SHARE = 0.25
@@ -33,37 +40,45 @@ def memory_needs(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> Me
 
 
 class DeviceMemory:
-    """Pages and slots of one worker, allocated once."""
+    """Pages and slots of one worker, on its device and in the host tier, allocated once."""
 
     def __init__(
         self, config: ResolvedConfig, stage: Stage, dtype: torch.dtype, plan: MemoryPlan
     ) -> None:
-        self._block_size = config.engine.block_size
+        is_debugging, block_size = config.engine.debug_poison, config.engine.block_size
         shapes = _shapes(config, stage, dtype)
+        device = config.engine.device
         self.stage_memory: StageMemory = shapes.allocate(
-            plan.num_slots, plan.num_pages * self._block_size
+            plan.num_slots, plan.num_pages * block_size, device
         )
-        if config.engine.debug_poison:
-            self.poison(
+        self.host_memory: StageMemory = shapes.allocate(
+            plan.num_host_slots, plan.num_host_pages * block_size, is_pinned=device != "cpu"
+        )
+        fill = torch.nan if is_debugging else 0.0
+        self._pools = MovablePools(self.stage_memory, block_size, fill)
+        self._host_pools = MovablePools(self.host_memory, block_size, fill)
+        self._tags = SlotTags() if is_debugging else None
+        if is_debugging:
+            self._pools.scrub(
                 [page for page in range(plan.num_pages) if page != NULL_PAGE],
                 [slot for slot in range(plan.num_slots) if slot != ZERO_SLOT],
             )
+            self._host_pools.scrub(range(plan.num_host_pages), range(plan.num_host_slots))
 
-    def poison(self, page_ids: list[int], slots: list[int]) -> None:
-        """Fill free memory with NaN, so that whoever reads it unwritten is found out."""
-        if not page_ids and not slots:
-            return
-        slots_S = torch.tensor(slots, dtype=torch.int64)
-        first_rows_P1 = torch.tensor(page_ids, dtype=torch.int64)[:, None] * self._block_size
-        rows_N = (first_rows_P1 + torch.arange(self._block_size)).flatten()
-        for memory in self.stage_memory.layers.values():
-            if isinstance(memory, KdaMemory):
-                for pool in memory:
-                    pool[slots_S] = torch.nan
-            else:
-                memory.cache_RD[rows_N] = torch.nan
-        if self.stage_memory.draft_rows_YRD is not None:
-            self.stage_memory.draft_rows_YRD[:, rows_N] = torch.nan
+    def prepare(self, plan: StepPlan) -> tuple[float, ...]:
+        """Move what the plan moves, then compare what it compares.
+
+        Returns:
+            One a comparison, as `state_differences` measures it.
+
+        Raises:
+            AssertionError: in debug mode, a slot holds another state than the plan says.
+        """
+        if self._tags is not None:
+            self._tags.follow(plan)
+        if plan.moves != NO_MOVES:
+            self._pools.apply(plan.moves, self._host_pools)
+        return state_differences(self.stage_memory, plan.comparisons)
 
 
 def _shapes(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryShapes:

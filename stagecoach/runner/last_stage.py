@@ -10,25 +10,30 @@ T tokens of the step.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stagecoach.config import ResolvedSpeculation
-from stagecoach.draft.drafter import DSparkDrafter, Proposal
+from stagecoach.draft.drafter import Drafter, Proposal
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import TensorParallel
 from stagecoach.request import TokenLogprobs
-from stagecoach.runner.accept import Verdict, make_rule
-from stagecoach.runner.logprobs import RequestedLogprobs, prompt_logprobs, requested_logprobs
+from stagecoach.runner.accept import make_rule
+from stagecoach.runner.logprobs import prompt_logprobs, requested_logprobs
+from stagecoach.runner.row_results import (
+    Sampled,
+    finite_chunks,
+    finite_rows,
+    reported_logits,
+    row_results,
+)
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.runner.step_inputs import (
-    SampleInputs,
     build_block_inputs,
     build_sample_inputs,
     build_target_inputs,
@@ -37,14 +42,6 @@ from stagecoach.schedule.step_plan import RowResult, StepPlan
 
 # Rows of logits of a prompt that exist at once: a whole chunk's would dwarf its activations.
 _HEAD_ROWS = 256
-
-
-class _Sampled(NamedTuple):
-    """What rank 0 sampled in a step."""
-
-    inputs: SampleInputs
-    verdict: Verdict
-    logprobs: RequestedLogprobs | None
 
 
 class LastStage:
@@ -62,7 +59,7 @@ class LastStage:
         max_num_seqs: int,
         is_sampler: bool,
         speculation: ResolvedSpeculation | None = None,
-        drafter: DSparkDrafter | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         assert (speculation is None) == (drafter is None), "drafts need a drafter"
         self._model = model
@@ -102,9 +99,15 @@ class LastStage:
         targets = self._prompt_logprobs(plan, stream)
         if self._table is None:
             return None
-        return _rows(plan, sampled, proposal, targets)
+        return row_results(plan, sampled, finite_chunks(plan, stream.partial_TH), proposal, targets)
 
-    def _sample(self, plan: StepPlan, stream: ResidualStream) -> _Sampled | None:
+    def finish_context(self) -> None:
+        """Write the drafter's context rows that are due: pages are about to be moved."""
+        if self._drafter is not None:
+            with self._timed():
+                self._drafter.finish_context()
+
+    def _sample(self, plan: StepPlan, stream: ResidualStream) -> Sampled | None:
         """Tokens of the segments that sample, if this rank samples."""
         if not plan.num_samples:
             return None
@@ -115,18 +118,20 @@ class LastStage:
             return None
         verdict = self._rule.verify(logits_RV, inputs, table)
         table.append(inputs.sampling_rows, verdict.token_ids_R, verdict.is_output(inputs))
-        return _Sampled(
+        return Sampled(
             inputs=inputs,
             verdict=verdict,
+            is_finite_R=finite_rows(logits_RV),
             logprobs=requested_logprobs(
                 logits_RV,
                 verdict.token_ids_R,
                 [table.traits(row).num_logprobs for row in inputs.sampling_rows],
             ),
+            reported=reported_logits(plan, logits_RV, inputs),
         )
 
     def _propose(
-        self, plan: StepPlan, step: StepTensors, sampled: _Sampled | None, draft_rows_YRD: Tensor
+        self, plan: StepPlan, step: StepTensors, sampled: Sampled | None, draft_rows_YRD: Tensor
     ) -> Proposal | None:
         """Drafts behind the segments that propose, in the plan's order."""
         proposing = [segment for segment in plan.segments if segment.proposes]
@@ -175,7 +180,7 @@ class LastStage:
         self.head_seconds += time.perf_counter() - began
 
 
-def _newest_tokens(plan: StepPlan, sampled: _Sampled) -> Tensor:
+def _newest_tokens(plan: StepPlan, sampled: Sampled) -> Tensor:
     """Id and position of the newest token of each segment that proposes: int64 [2, N]."""
     inputs = sampled.inputs
     newest_row_N = sampled.verdict.newest_rows(inputs)
@@ -187,97 +192,3 @@ def _newest_tokens(plan: StepPlan, sampled: _Sampled) -> Tensor:
     return torch.stack(
         [sampled.verdict.token_ids_R[newest_row_N], inputs.positions_R[newest_row_N]]
     )
-
-
-def _rows(
-    plan: StepPlan,
-    sampled: _Sampled | None,
-    proposal: Proposal | None,
-    targets: dict[int, tuple[TokenLogprobs, ...]],
-) -> tuple[RowResult, ...]:
-    """What each segment returned, read from the device at once."""
-    parts = _Parts({}, {}, {}, {}) if sampled is None else _read(plan, sampled, proposal)
-    return tuple(
-        RowResult(
-            request_id=segment.request_id,
-            epoch=segment.epoch,
-            token_ids=parts.token_ids.get(index, ()),
-            draft_token_ids=parts.draft_token_ids.get(index, ()),
-            confidences=parts.confidences.get(index, ()),
-            logprobs=parts.logprobs.get(index, ()),
-            prompt_logprobs=targets.get(index, ()),
-        )
-        for index, segment in enumerate(plan.segments)
-    )
-
-
-class _Parts(NamedTuple):
-    """Parts of the rows, by index of the segment in the plan."""
-
-    token_ids: dict[int, tuple[int, ...]]
-    logprobs: dict[int, tuple[TokenLogprobs, ...]]
-    draft_token_ids: dict[int, tuple[int, ...]]
-    confidences: dict[int, tuple[float, ...]]
-
-
-def _read(plan: StepPlan, sampled: _Sampled, proposal: Proposal | None) -> _Parts:
-    inputs, logprobs = sampled.inputs, sampled.logprobs
-    num_accepted_S = sampled.verdict.num_accepted_S
-    drafts_NK = None if proposal is None else proposal.token_ids_NK
-    confidences_NK = None if proposal is None else proposal.confidences_NK
-    token_ids, num_accepted, drafts, confidences, packed_logprobs = _to_host(
-        sampled.verdict.token_ids_R,
-        num_accepted_S,
-        drafts_NK,
-        confidences_NK,
-        None if logprobs is None else logprobs.rows.packed_RF,
-    )
-    spans = [
-        (index, slice(first, first + 1 + int(accepted)))
-        for index, first, accepted in zip(
-            inputs.segments,
-            inputs.first_rows,
-            num_accepted or [0] * len(inputs.segments),
-            strict=True,
-        )
-    ]
-    by_row: dict[int, TokenLogprobs] = {}
-    if logprobs is not None:
-        by_row = dict(zip(logprobs.indices, logprobs.rows.unpack(packed_logprobs), strict=True))
-    proposing = [index for index, segment in enumerate(plan.segments) if segment.proposes]
-    return _Parts(
-        token_ids={index: tuple(map(int, token_ids[span])) for index, span in spans},
-        logprobs={
-            index: tuple(by_row[row] for row in range(span.start, span.stop))
-            for index, span in spans
-            if span.start in by_row
-        },
-        draft_token_ids={
-            index: tuple(map(int, part)) for index, part in _share_out(proposing, drafts)
-        },
-        confidences={index: tuple(part) for index, part in _share_out(proposing, confidences)},
-    )
-
-
-def _to_host(*tensors: Tensor | None) -> list[list[float]]:
-    """The flattened values of each tensor, none for None, in one transfer."""
-    flat = [tensor.flatten() for tensor in tensors if tensor is not None]
-    if any(part.is_floating_point() for part in flat):
-        # Wide enough for token ids; what is packed as float64 stays as it is.
-        flat = [part.to(torch.float64) for part in flat]
-    numbers = (flat[0] if len(flat) == 1 else torch.cat(flat)).tolist()
-    values: list[list[float]] = []
-    start = 0
-    for tensor in tensors:
-        end = start + (0 if tensor is None else tensor.numel())
-        values.append(numbers[start:end])
-        start = end
-    return values
-
-
-def _share_out(indices: Sequence[int], values: list[float]) -> Iterator[tuple[int, list[float]]]:
-    """As many of the values to each index, in order; nothing where there are none."""
-    if values:
-        width = len(values) // len(indices)
-        for place, index in enumerate(indices):
-            yield index, values[place * width : (place + 1) * width]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.config import ResolvedConfig
+from stagecoach.draft.drafter import Drafter
 from stagecoach.draft.load import load_drafter
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
@@ -25,10 +26,18 @@ from stagecoach.pipeline.tap_relay import TapRelay
 from stagecoach.pipeline.topology import Topology, WorkerId
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
 from stagecoach.runner.last_stage import LastStage
+from stagecoach.runner.memory_moves import moves_pages
 from stagecoach.runner.step_inputs import build_step_tensors
 from stagecoach.schedule.step_plan import RowResult, StepPlan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Loaders(NamedTuple):
+    """Where the parts of a worker come from: called like `load_stage` and `load_drafter`."""
+
+    stage: Callable[..., StageModel]
+    drafter: Callable[..., Drafter]
 
 
 class StepOutcome(NamedTuple):
@@ -37,13 +46,22 @@ class StepOutcome(NamedTuple):
     rows: tuple[RowResult, ...] | None  # only on the rank that samples
     forward_seconds: float  # inside the models: layers, head and drafter
     wait_seconds: float  # for the stage before
+    differences: tuple[float, ...]  # one a comparison of the plan, as in StepResult
 
 
 class StageRunner:
     """The stage of one worker; `load`, then `allocate`, then `run` for every plan in order."""
 
-    def __init__(self, config: ResolvedConfig, worker: WorkerId, links: Links) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        worker: WorkerId,
+        links: Links,
+        loaders: Loaders | None = None,
+    ) -> None:
+        """`loaders` None: from the checkpoints."""
         self._config = config
+        self._loaders = loaders or Loaders(load_stage, load_drafter)
         self._tensor_parallel = links.tensor_parallel
         self._dtype = DTYPES[config.dtype]
         self._stage: Stage = make_stages(config.partition)[worker.stage]
@@ -86,7 +104,7 @@ class StageRunner:
 
         self._handoff.agree()
         engine = self._config.engine
-        model = self._model = load_stage(
+        model = self._model = self._loaders.stage(
             self._config.checkpoint,
             self._config.model,
             self._stage,
@@ -101,7 +119,7 @@ class StageRunner:
         drafter = None
         if self._taps is not None:
             done_bytes = sum(slot.target.nbytes for slot in model.slots)
-            drafter = load_drafter(
+            drafter = self._loaders.drafter(
                 self._config, model, self._tensor_parallel, self._dtype, report_after(done_bytes)
             )
         self._last_stage = LastStage(
@@ -126,12 +144,11 @@ class StageRunner:
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute one plan; plans come in order."""
         assert self._model is not None and self._memory is not None, "load and allocate first"
-        for segment in plan.segments:
-            # No kernel files states yet: better no answer than a wrong one.
-            assert not segment.saves, f"unknown work: {segment}"
         handoff, model = self._handoff, self._model
         handoff.begin_step(plan.step)
-        self._memory.poison(list(plan.poison_pages), list(plan.poison_slots))
+        if self._last_stage is not None and moves_pages(plan.moves):
+            self._last_stage.finish_context()
+        differences = self._memory.prepare(plan)
         step = build_step_tensors(plan, self._config.engine.block_size)
         began = received = time.perf_counter()
         relayed_TNH: Tensor | None = None
@@ -163,7 +180,7 @@ class StageRunner:
                 draft_rows_YRD = self._memory.stage_memory.draft_rows_YRD
             rows = self._last_stage.run(plan, step, stream, taps_TNH, draft_rows_YRD)
             forward_seconds += self._last_stage.head_seconds - head_seconds
-        return StepOutcome(rows, forward_seconds, wait_seconds=received - began)
+        return StepOutcome(rows, forward_seconds, received - began, differences)
 
     def finish(self) -> None:
         self._handoff.finish()

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stagecoach.kernels.chunk_layout import lay_out_chunks
 from stagecoach.kernels.ragged import BlockInputs, BlockRun, SegmentGroup, StepTensors
+from stagecoach.kernels.saves import GroupSaves, StateSaves
 from stagecoach.runner.sampling_table import PendingTokens
 from stagecoach.schedule.step_plan import Segment, StepPlan
 
@@ -243,6 +245,7 @@ def _build_group(segments: tuple[Segment, ...], block_size: int) -> tuple[Segmen
     context_rows_BL = _context_rows(segments, ends_B, block_size)
     segment_T = flat_index_T // max_length
     position_T = starts_B[segment_T] + flat_index_T % max_length
+    saves = _build_saves(segments)
     group = SegmentGroup(
         num_tokens=num_tokens,
         max_length=max_length,
@@ -259,8 +262,33 @@ def _build_group(segments: tuple[Segment, ...], block_size: int) -> tuple[Segmen
         max_drafts=max(segment.num_draft_tokens for segment in segments),
         context_rows_BL=torch.from_numpy(context_rows_BL),
         context_lengths_B=torch.from_numpy(ends_B),
+        saves=saves,
+        chunk_layout=None if segments[0].is_window else lay_out_chunks(lengths_B, saves),
     )
     return group, context_rows_BL[segment_T, position_T]
+
+
+def _build_saves(segments: tuple[Segment, ...]) -> GroupSaves | None:
+    rows = [
+        (index, save.position - segment.start, save.slot)
+        for index, segment in enumerate(segments)
+        for save in segment.saves
+    ]
+    if not rows:
+        return None
+    segment_E, num_tokens_E, slots_E = np.array(rows, dtype=np.int64).T
+    replay_B = np.array([segment.replay for segment in segments], dtype=np.int64)
+    num_replayed_E = np.where(num_tokens_E > 0, replay_B.max(), replay_B[segment_E])
+    stop_E = num_replayed_E + num_tokens_E
+    order_E = np.argsort(stop_E, kind="stable")
+    return GroupSaves(
+        states=StateSaves(
+            rows_E=torch.from_numpy(segment_E[order_E]),
+            slots_E=torch.from_numpy(slots_E[order_E]),
+            stops=tuple(stop_E[order_E].tolist()),
+        ),
+        num_tokens_E=torch.from_numpy(num_tokens_E[order_E]),
+    )
 
 
 def _context_rows(segments: tuple[Segment, ...], ends_B: np.ndarray, block_size: int) -> np.ndarray:

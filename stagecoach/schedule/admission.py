@@ -1,7 +1,37 @@
 """May this request be served at all, and may it start now: pure decisions on plain numbers."""
 
 from stagecoach.errors import RequestError
+from stagecoach.request import Request, check_prompt
 from stagecoach.schedule.chunking import pages_for
+
+
+def check_request(
+    request: Request, *, vocab_size: int, max_model_len: int, block_size: int, num_pages: int
+) -> int:
+    """Refuse a request that could never be served, whatever else happens.
+
+    Args:
+        num_pages: pages that can be handed out.
+
+    Returns:
+        Its `max_tokens`, resolved.
+
+    Raises:
+        RequestError: names the field, what it needs and what there is.
+    """
+    num_prompt_tokens = request.num_prompt_tokens
+    check_prompt(request.prompt_token_ids, vocab_size=vocab_size, limit=max_model_len - 1)
+    request.params.check(vocab_size=vocab_size, max_model_len=max_model_len)
+    max_tokens = resolve_max_tokens(request.max_tokens, num_prompt_tokens, max_model_len)
+    check_min_tokens(min_tokens=request.params.min_tokens, max_tokens=max_tokens)
+    check_fits_pool(
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        block_size=block_size,
+        num_pages=num_pages,
+    )
+    check_checkpoint_position(request.checkpoint_position, num_prompt_tokens)
+    return max_tokens
 
 
 def resolve_max_tokens(max_tokens: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -24,6 +54,20 @@ def check_min_tokens(*, min_tokens: int, max_tokens: int) -> None:
             "min_tokens",
             f"{min_tokens} outputs do not fit; beside the prompt the model's length leaves room "
             f"for {max_tokens}",
+        )
+
+
+def check_checkpoint_position(position: int | None, num_prompt_tokens: int) -> None:
+    """Refuse a checkpoint that is not within the prompt.
+
+    Raises:
+        RequestError: field "checkpoint_position".
+    """
+    if position is not None and not 0 <= position <= num_prompt_tokens:
+        raise RequestError(
+            "checkpoint_position",
+            f"must be at least 0 and at most the prompt's {num_prompt_tokens} tokens, "
+            f"not {position}",
         )
 
 
@@ -70,17 +114,12 @@ def pages_to_start(
     return pages_for(min(num_tokens + 1, longest), block_size)
 
 
-def may_start(
-    *,
-    num_running: int,
-    max_num_seqs: int,
-    num_free_slots: int,
-    num_free_pages: int,
-    num_needed_pages: int,
-) -> bool:
+def may_start(*, has_slot: bool, num_free_pages: int, num_needed_pages: int) -> bool:
     """Whether the head of the queue may start now. Nobody is preempted for an admission.
 
     Args:
-        num_needed_pages: `pages_to_start` of the request.
+        has_slot: a state slot is vacant or can be taken from a checkpoint.
+        num_needed_pages: by how much the admission lowers `num_free_pages`: `pages_to_start` of
+            the request, without those that it shares with running ones.
     """
-    return num_running < max_num_seqs and num_free_slots > 0 and num_free_pages >= num_needed_pages
+    return has_slot and num_free_pages >= num_needed_pages

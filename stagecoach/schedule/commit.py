@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from stagecoach.errors import NonFiniteError
 from stagecoach.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.step_plan import RowResult, Segment
 from stagecoach.schedule.verify_window import VerifyWindow
@@ -22,6 +23,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt positions
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for end-of-sequence
+    error: str | None = None  # why the finish reason is ERROR; opens with a name of errors.py
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
     steps: int = 0  # results applied to the request so far
     preemptions: int = 0
@@ -79,6 +81,13 @@ def apply_row(
     """
     request.num_plans_in_flight -= 1
     request.num_steps += 1
+    if not row.is_finite:
+        request.finish_reason = FinishReason.ERROR
+        request.error = (
+            f"{NonFiniteError.__name__}: NaN or infinity in what was computed for tokens "
+            f"[{segment.start}, {segment.end}) of the request"
+        )
+        return progress_of(request)
     prompt_logprobs = _new_prompt_logprobs(request, segment, row)
     request.prompt_logprobs.extend(prompt_logprobs)
     if segment.sampling_row is None:
@@ -149,6 +158,8 @@ def progress_of(
         prompt_logprobs=prompt_logprobs,
         finish_reason=request.finish_reason,
         stop_reason=committed.stop_reason,
+        error=request.error,
+        num_cached_tokens=request.num_cached_tokens,
         steps=request.num_steps,
         preemptions=request.num_preemptions,
         num_windows=request.num_windows,

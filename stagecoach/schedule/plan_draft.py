@@ -4,11 +4,12 @@ Owns what a segment says of its request, and advances the request's progress wit
 nothing: the scheduler has chosen the request and the length, and taken the pages.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from stagecoach.cache.memory_moves import NO_MOVES, MemoryMoves
+from stagecoach.cache.prefix_hash import prefix_digest
 from stagecoach.request import Request
-from stagecoach.schedule.step_plan import ZERO_SLOT, SamplingEntry, Segment, StepPlan
+from stagecoach.schedule.step_plan import Comparison, SamplingEntry, Save, Segment, StepPlan
 
 
 class PlanInFlight(NamedTuple):
@@ -22,12 +23,17 @@ class PlanInFlight(NamedTuple):
 class PlanDraft:
     """Segments so far, and the tokens that are left of the budget."""
 
-    def __init__(self, budget: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, budget: int, eos_token_ids: frozenset[int], *, has_digests: bool = False
+    ) -> None:
+        """With `has_digests`, workers prove that each state they read is that of its prefix."""
         self.budget = budget
+        self._has_digests = has_digests
         self._eos_token_ids = eos_token_ids
         self._windows: list[tuple[Segment, Request]] = []
         self._chunks: list[tuple[Segment, Request]] = []
         self._admissions: list[SamplingEntry] = []
+        self.comparisons: list[Comparison] = []
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +45,12 @@ class PlanDraft:
         return tuple(request for _, request in self._ordered())
 
     def add_window(
-        self, request: Request, num_draft_tokens: int = 0, *, proposes: bool = False
+        self,
+        request: Request,
+        num_draft_tokens: int = 0,
+        *,
+        saves: tuple[Save, ...] = (),
+        proposes: bool = False,
     ) -> None:
         """The newest token, which is the only one not forwarded yet, and drafts behind it.
 
@@ -52,17 +63,27 @@ class PlanDraft:
             start=request.num_computed,
             token_ids=(request.output_token_ids[-1], *request.draft_token_ids[:num_draft_tokens]),
             num_draft_tokens=num_draft_tokens,
-            read_slot=request.slot,
+            read_slot=request.read_slot,
             replay=request.num_replay,
             write_slot=request.slot,
+            saves=saves,
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row,
             proposes=proposes,
+            read_digest=self._read_digest(request),
         )
         request.draft_token_ids = request.confidences = ()
         self._add(segment, request)
 
-    def add_chunk(self, request: Request, length: int, *, proposes: bool = False) -> None:
+    def add_chunk(
+        self,
+        request: Request,
+        length: int,
+        *,
+        saves: tuple[Save, ...] = (),
+        proposes: bool = False,
+        reports_logits: bool = False,
+    ) -> None:
         """The next `length` committed tokens; the chunk that reaches the newest one samples."""
         assert request.slot is not None, f"runs without a slot: {request}"
         start = request.num_computed
@@ -73,33 +94,30 @@ class PlanDraft:
             epoch=request.epoch,
             start=start,
             token_ids=request.token_ids(start, end),
-            read_slot=request.slot if start else ZERO_SLOT,
+            read_slot=request.read_slot,
             replay=request.num_replay,
             write_slot=request.slot,
+            saves=saves,
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row if is_final else None,
             proposes=proposes,
+            read_digest=self._read_digest(request),
             prompt_logprob_targets=_prompt_logprob_targets(request, start, end),
             num_prompt_logprobs=request.params.prompt_logprobs or 0,
+            reports_logits=reports_logits,
         )
         self._add(segment, request)
         if is_final:
             self._admissions.append(self._sampling_entry(request))
 
-    def finish(
-        self, step: int, dirty_pages: Iterable[int] = (), dirty_slots: Iterable[int] = ()
-    ) -> StepPlan:
-        """The plan; what was freed since the last one is poisoned before it runs.
-
-        That holds also for pages and slots that this plan hands to a new owner: pages are
-        written before they are read, and a first chunk reads the zero slot.
-        """
+    def finish(self, step: int, moves: MemoryMoves = NO_MOVES) -> StepPlan:
+        """The plan; its moves come before its segments."""
         return StepPlan(
             step=step,
             segments=tuple(segment for segment, _ in self._ordered()),
             admissions=tuple(self._admissions),
-            poison_pages=tuple(sorted(dirty_pages)),
-            poison_slots=tuple(sorted(dirty_slots)),
+            moves=moves,
+            comparisons=tuple(self.comparisons),
         )
 
     def _ordered(self) -> list[tuple[Segment, Request]]:
@@ -113,10 +131,16 @@ class PlanDraft:
         # A chunk of one token is shaped like a window, and the plan sorts by shape.
         (self._windows if segment.is_window else self._chunks).append((segment, request))
         self.budget -= segment.num_tokens
+        request.read_slot = segment.write_slot
         request.num_computed = segment.end
         request.num_replay = 0
         request.num_plans_in_flight += 1
         request.is_sample_in_flight = segment.sampling_row is not None
+
+    def _read_digest(self, request: Request) -> bytes:
+        if not self._has_digests:
+            return b""
+        return prefix_digest(request.token_ids(0, request.num_computed))
 
     def _sampling_entry(self, request: Request) -> SamplingEntry:
         """What the sampling table learns with the first sample of an admission."""

@@ -16,12 +16,9 @@ from array import array
 
 import msgspec
 
+from stagecoach.cache.memory_moves import NO_MOVES, MemoryMoves
+from stagecoach.cache.state_slots import ZERO_SLOT
 from stagecoach.request import SamplingParams, TokenLogprobs
-
-# Slot 0 and page 0 hold zeros for ever: a first chunk reads its empty state from slot 0, and
-# padded rows of page tables point at page 0. Neither is ever written.
-ZERO_SLOT = 0
-NULL_PAGE = 0
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +26,18 @@ class Save(msgspec.Struct, frozen=True, array_like=True):
 
     position: int
     slot: int
+
+
+class Comparison(msgspec.Struct, frozen=True, array_like=True):
+    """Two states that must be equal, compared after the moves and before anything is computed."""
+
+    slot: int
+    replay: int
+    other_slot: int
+    other_replay: int = 0
+
+    def __str__(self) -> str:
+        return f"compare {self.slot}+{self.replay} {self.other_slot}+{self.other_replay}"
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -50,6 +59,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     # The token that follows each of the first rows, where prompt logprobs are wanted.
     prompt_logprob_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0  # alternatives beside each target
+    reports_logits: bool = False  # the largest logits behind its first sample come back
+    # Debug mode only: `prefix_digest` of tokens [0, start), which the worker works out as well.
+    read_digest: bytes = b""
 
     def __post_init__(self) -> None:
         assert self.start >= 0 and self.token_ids, f"empty segment: {self}"
@@ -62,8 +74,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         has_history = self.read_slot != ZERO_SLOT
         assert has_history == (self.start > 0), f"state and start disagree: {self}"
         assert self.replay >= 0 and (has_history or not self.replay), f"bad replay: {self}"
+        # A window folds its replayed rows one by one; a chunk reads them as one.
+        first = self.start - self.replay if self.is_window else self.start
         for save in self.saves:
-            assert self.start - self.replay < save.position <= self.end, f"bad save: {self}"
+            assert first < save.position <= self.certain_end, f"bad save: {self}"
+        assert is_sampled or not self.reports_logits, f"not sampled: {self}"
         assert len(self.prompt_logprob_targets) <= self.num_tokens, f"bad targets: {self}"
 
     @property
@@ -73,6 +88,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def certain_end(self) -> int:
+        """Where the drafts begin: the state left in `write_slot` is that after these tokens."""
+        return self.end - self.num_draft_tokens
 
     @property
     def is_window(self) -> bool:
@@ -119,21 +139,24 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step: int
     segments: tuple[Segment, ...]
     admissions: tuple[SamplingEntry, ...] = ()
-    # Debug mode only: memory freed since the last plan, filled with NaN before this one runs.
-    poison_pages: tuple[int, ...] = ()
-    poison_slots: tuple[int, ...] = ()
+    moves: MemoryMoves = NO_MOVES
+    comparisons: tuple[Comparison, ...] = ()
 
     def __post_init__(self) -> None:
         writer = {segment.write_slot: segment for segment in self.segments}
         assert len(writer) == len(self.segments), f"slot written twice:\n{self}"
         saved = [save.slot for segment in self.segments for save in segment.saves]
         assert len({*saved, *writer}) == len(saved) + len(writer), f"slot saved twice:\n{self}"
+        loaded = {transfer.device for transfer in self.moves.load_slots}
+        assert not loaded.intersection(saved), f"loads what it saves over:\n{self}"
+        empty = {slot for slot in self.moves.scrub_slots if slot not in loaded}
         # Many may read one checkpoint, but nobody reads what another writes.
         for segment in self.segments:
             assert writer.get(segment.read_slot, segment) is segment, (
                 f"slot race:\n{self.marked(segment)}"
             )
             assert segment.read_slot not in saved, f"slot race:\n{self.marked(segment)}"
+            assert segment.read_slot not in empty, f"reads nothing:\n{self.marked(segment)}"
         kinds = [segment.is_window for segment in self.segments]
         assert kinds == sorted(kinds, reverse=True), f"windows come first:\n{self}"
 
@@ -159,17 +182,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def marked(self, bad: Segment) -> str:
         """The plan with an arrow at one line, for error messages."""
         lines = str(self).splitlines()
-        index = self.segments.index(bad) + 1
+        index = self.segments.index(bad) - len(self.segments)
         lines[index] = "> " + lines[index].removeprefix("  ")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         head = f"step {self.step}: {len(self.segments)} segments, {self.num_tokens} tokens"
-        return "\n".join([head, *(f"  {segment}" for segment in self.segments)])
+        moves = [f"moves  {self.moves}"] if self.moves != NO_MOVES else []
+        return "\n  ".join([head, *moves, *map(str, self.comparisons), *map(str, self.segments)])
 
     @staticmethod
     def parse(text: str) -> "StepPlan":
-        """Read back what `str(plan)` printed (admissions and poison are not in the text).
+        """Read back what `str(plan)` printed.
+
+        Admissions, digests of prefixes and the wish for logits are not in the text.
 
         Raises:
             ValueError: a line that is not of that form.
@@ -178,7 +204,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         match = re.match(r"step (\d+):", head)
         if match is None:
             raise ValueError(f"not a step plan: {head!r}")
-        return StepPlan(step=int(match[1]), segments=tuple(map(_parse_segment, lines)))
+        lines = [line.removeprefix("> ").strip() for line in lines]
+        moves = [line for line in lines if line.startswith("moves ")]
+        comparisons = [line for line in lines if line.startswith("compare ")]
+        return StepPlan(
+            step=int(match[1]),
+            segments=tuple(map(_parse_segment, lines[len(moves) + len(comparisons) :])),
+            moves=MemoryMoves.parse(moves[0].removeprefix("moves").strip()) if moves else NO_MOVES,
+            comparisons=tuple(map(_parse_comparison, comparisons)),
+        )
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -193,6 +227,10 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     confidences: tuple[float, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token of the row, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one a target of the segment
+    is_finite: bool = True  # False: NaN or infinity in what the segment computed; no tokens then
+    # Where asked for, the largest logits behind the first sample, by falling value.
+    logit_ids: tuple[int, ...] = ()
+    logits: tuple[float, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -204,6 +242,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     forward_seconds: float = 0.0  # inside the last stage's layers
     step_seconds: float = 0.0  # from the plan's arrival at the last stage to this result
     busy_seconds: float = 0.0  # of it, not waiting for the stage before
+    # One a comparison of the plan: the largest relative difference of any layer's state here.
+    differences: tuple[float, ...] = ()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -223,12 +263,20 @@ def unpack_page_table(page_table: bytes) -> tuple[int, ...]:
     return tuple(array("i", page_table))
 
 
+_NUMBER = re.compile(r"\d+")
 _SEGMENT_LINE = re.compile(
     r"request (?P<request>\d+)\.(?P<epoch>\d+)  span \[(?P<start>\d+),\d+\)  drafts (?P<drafts>\d+)"
     r"  state (?P<read>\d+)\+(?P<replay>\d+)->(?P<write>\d+)  saves (?P<saves>\S+)"
     r"  pages (?P<pages>\S+)  sample (?P<sample>\S+)  propose (?P<propose>\S+)"
     r"  targets (?P<targets>\S+) top (?P<top>\d+)  tokens (?P<tokens>\S+)"
 )
+
+
+def _parse_comparison(line: str) -> Comparison:
+    match = re.fullmatch(r"compare (\d+)\+(\d+) (\d+)\+(\d+)", line)
+    if match is None:
+        raise ValueError(f"not a comparison: {line!r}")
+    return Comparison(*map(int, match.groups()))
 
 
 def _parse_segment(line: str) -> Segment:

@@ -97,6 +97,10 @@ def _key_example(refused: dict[str, Any], allowed: dict[str, Any]) -> Example:
     return Example(draft={}, refused_keys=refused, allowed_keys=allowed)
 
 
+def _cache_example(**options: Any) -> Example:
+    return Example({**options, "enable_prefix_caching": False}, options)
+
+
 _EXAMPLES = {
     "kda-heads": Example(
         {"tensor_parallel_size": 3},
@@ -162,6 +166,10 @@ _EXAMPLES = {
         {"synthetic_acceptance_length": 2.5, "acceptance": "rejection"},
         {"acceptance": "rejection", "watchdog": True, "confidence_schedule": True},
     ),
+    "cache-interval": _cache_example(state_checkpoint_interval=0),
+    "cache-slots": _cache_example(max_state_checkpoints=0),
+    "cache-host-tier": _cache_example(kv_offloading_size=0.5),
+    "cache-verify": _cache_example(verify_cache=0.1),
 }
 
 
@@ -239,6 +247,11 @@ def test_parts_of_the_model_that_are_absent_refuse_nothing() -> None:
     compatibility.check(_combination({"tensor_parallel_size": 2}, dense))
     moe = {"first_k_dense_replace": 0, "intermediate_size": 7}
     compatibility.check(_combination({"tensor_parallel_size": 2}, moe))
+
+
+def test_the_cache_is_switched_off_without_naming_its_options() -> None:
+    defaults = {"state_checkpoint_interval": 512, "max_state_checkpoints": None}
+    compatibility.check(_combination({"enable_prefix_caching": False, **defaults}))
 
 
 def test_a_draft_that_says_no_block_length_takes_any_k() -> None:

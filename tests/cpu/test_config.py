@@ -45,6 +45,23 @@ def test_the_least_count_is_accepted(name: str) -> None:
         ("seed", "a"),
         ("seed", 2**31),
         ("debug_poison", "no"),
+        ("enable_prefix_caching", None),
+        ("enable_prefix_caching", 1),
+        ("state_checkpoint_interval", -1),
+        ("state_checkpoint_interval", 0.5),
+        ("state_checkpoint_interval", None),
+        ("max_state_checkpoints", -1),
+        ("max_state_checkpoints", True),
+        ("kv_offloading_size", 0),
+        ("kv_offloading_size", -0.5),
+        ("kv_offloading_size", math.inf),
+        ("kv_offloading_size", math.nan),
+        ("kv_offloading_size", "4"),
+        ("verify_cache", -0.01),
+        ("verify_cache", 1.01),
+        ("verify_cache", math.nan),
+        ("verify_cache", True),
+        ("verify_cache", None),
         ("hf_overrides", [1]),
         ("speculative_config", {"model": "demo-draft"}),
     ],
@@ -59,6 +76,27 @@ def test_an_unknown_choice_is_refused_and_the_choices_are_named(name: str) -> No
     default = getattr(EngineConfig(model="demo"), name)
     with pytest.raises(ConfigError, match=f"{option(name)}='neither'.*{default}"):
         EngineConfig(model="demo", **{name: "neither"})
+
+
+def test_the_cache_is_on_unless_it_is_switched_off() -> None:
+    config = EngineConfig(model="demo")
+    assert config.enable_prefix_caching and config.state_checkpoint_interval == 512
+    assert (config.max_state_checkpoints, config.kv_offloading_size) == (None, None)
+    assert config.verify_cache == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("state_checkpoint_interval", (0, 1, 10**6)),
+        ("max_state_checkpoints", (0, 1, None)),
+        ("kv_offloading_size", (1, 0.001, None)),
+        ("verify_cache", (0, 1, 0.5)),
+    ],
+)
+def test_the_ends_of_the_cache_options_are_accepted(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        assert getattr(EngineConfig(model="demo", **{name: value}), name) == value
 
 
 def test_refusals_are_value_errors() -> None:

@@ -30,7 +30,16 @@ _EVERYONE_MAY_READ = {
 }
 
 # Plain data that others than its folder's readers need.
-_DATA = {"schedule.step_plan", "schedule.verify_window", "cache.memory_plan", "pipeline.stage"}
+_DATA = {
+    "schedule.step_plan",
+    "schedule.verify_window",
+    "cache.memory_plan",
+    "cache.memory_moves",
+    "cache.page_pool",
+    "cache.state_slots",
+    "cache.prefix_hash",
+    "pipeline.stage",
+}
 
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -55,11 +64,13 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "runner": {"model", "pipeline", "draft", "kernels", *_DATA},
     "engine": {"schedule", "pipeline", "runner", "cache", "resolve"},
     "outputs": {"text", "schedule.commit", "schedule.speculation_stats"},
-    "api": {"text", "engine.client", "engine.messages", "outputs"},
+    "live_request": {"outputs", "engine.client", "schedule.commit"},
+    "benchmarks": {"text"},
+    "api": {"text", "engine.client", "engine.messages", "outputs", "live_request"},
 }
 
 # Where a program starts: they may import anything, and nothing below may import them.
-_EDGES = {"__init__", "__main__", "cli", "llm", "demo"}
+_EDGES = {"__init__", "__main__", "cli", "llm", "demo", "fuzz"}
 
 _TORCH_FREE = (
     "schedule",
@@ -101,6 +112,11 @@ _OPTIONS = (
     "num_threads",
     "log_level",
     "speculative_config",
+    "enable_prefix_caching",
+    "state_checkpoint_interval",
+    "max_state_checkpoints",
+    "kv_offloading_size",
+    "verify_cache",
     "debug_poison",
 )
 
@@ -189,7 +205,7 @@ def _private_members(name: str) -> set[str]:
     """What classes of a module keep to themselves: methods, and attributes that they set."""
     members = set()
     for node in ast.walk(_tree(name)):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             members.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             members.add(node.attr)

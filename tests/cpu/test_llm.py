@@ -13,12 +13,15 @@ import pytest
 
 from stagecoach import LLM, SamplingParams, SpeculativeConfig
 from stagecoach.errors import EngineDeadError
-from stagecoach.text import chat_format
+from stagecoach.model.tiny import kimi_linear_config, write_tiny_model
+from stagecoach.text.chat import parse_answer
 from tests.small_engine import (
     EOS,
     MAX_MODEL_LEN,
     ONLY_LETTERS,
+    SHAPE,
     assert_idle,
+    assert_same_completions,
     thread_engine,
     token_ids,
     write_small_draft,
@@ -91,10 +94,11 @@ def test_numbers_agree_with_the_tokens(llm: LLM) -> None:
     for output in outputs:
         timings = output.timings
         # A step a chunk of 24 tokens at most, or of what a plan had left, then one a token.
-        assert timings.num_steps >= 11 + math.ceil(len(output.prompt_token_ids) / 24)
+        num_computed = len(output.prompt_token_ids) - output.num_cached_tokens
+        assert num_computed >= 1
+        assert timings.num_steps >= 11 + math.ceil(num_computed / 24)
         assert timings.first_token_seconds is not None
         assert 0 < timings.first_token_seconds <= timings.total_seconds
-        assert output.num_cached_tokens == 0
         assert output.outputs[0].logprobs is None and output.prompt_logprobs is None
 
 
@@ -128,7 +132,7 @@ def test_a_stream_grows_and_ends_as_generate_does(llm: LLM) -> None:
             texts[index], counts[index] = completion.text, len(completion.token_ids)
     assert num_news == 40
     [expected] = llm.generate("stream me", params)
-    assert output.outputs == expected.outputs
+    assert_same_completions(output.outputs, expected.outputs)
     assert output.is_finished
 
 
@@ -251,7 +255,48 @@ def test_a_chat_is_a_generate_of_its_rendering(llm: LLM) -> None:
     output = answer.request
     assert output.prompt_token_ids == llm.render_chat(messages)
     assert token_ids([output]) == token_ids(llm.generate(llm.render_chat(messages), GREEDY))
-    assert answer.messages == [chat_format.parse(output.outputs[0].token_ids, llm.tokenizer)]
+    expected = parse_answer(
+        "kimi_k3",
+        llm.tokenizer,
+        output.outputs[0].token_ids,
+        prompt_token_ids=output.prompt_token_ids,
+    )
+    assert answer.messages == [expected]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_answer_begins_in_the_channel_that_the_prompt_opens(llm: LLM, thinking: bool) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias=ONLY_LETTERS)
+    [said] = llm.chat([{"role": "user", "content": "hi"}], params, thinking=thinking).messages
+    written, empty = (said.reasoning, said.content)[:: 1 if thinking else -1]
+    assert (len(written), empty) == (4, "")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stop_string_ends_the_message_too(llm: LLM, is_kept: bool) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    params = {"temperature": 0.0, "max_tokens": 12, "logit_bias": ONLY_LETTERS}
+    [whole] = llm.chat(messages, SamplingParams(**params)).messages
+    stop = whole.reasoning[5:7]
+    stopping = SamplingParams(**params, stop=stop, include_stop_str_in_output=is_kept)
+    answer = llm.chat(messages, stopping)
+    end = whole.reasoning.index(stop) + (len(stop) if is_kept else 0)
+    assert answer.messages[0].reasoning == whole.reasoning[:end]
+    assert answer.request.outputs[0].text == whole.reasoning[:end]
+
+
+def test_a_model_that_is_no_k3_chats_by_its_template(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, kimi_linear_config(SHAPE), seed=3)
+    template = "{% for message in messages %}{{ message.content }}<|end_of_msg|>{% endfor %}A:"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with thread_engine(tmp_path) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias=ONLY_LETTERS)
+        answer = llm.chat([{"role": "user", "content": "hi <|end_of_msg|>"}], params)
+        words = [*b"hi <|end_of_msg|>"]
+        assert answer.request.prompt_token_ids == [*words, EOS, *b"A:"]
+        [message] = answer.messages
+        assert message.content == answer.request.outputs[0].text
+        assert (len(message.content), message.reasoning) == (6, "")
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:

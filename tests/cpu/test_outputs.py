@@ -34,6 +34,7 @@ def progress(
     *,
     prompt_logprobs: Sequence[int] = (),
     stop_reason: int | None = None,
+    error: str | None = None,
     steps: int = 1,
     preemptions: int = 0,
     num_cached_tokens: int = 0,
@@ -46,6 +47,7 @@ def progress(
         prompt_logprobs=tuple(map(logprob, prompt_logprobs)),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
+        error=error,
         steps=steps,
         preemptions=preemptions,
         num_cached_tokens=num_cached_tokens,
@@ -136,12 +138,30 @@ def test_counts_are_summed_over_the_completions(tokenizer: Tokenizer) -> None:
     two = assembler(tokenizer, n=2)
     two.absorb(0, progress(b"a", steps=2, preemptions=1))
     two.absorb(1, progress(b"a", steps=3))
-    two.absorb(0, progress(b"a", steps=5, preemptions=1, num_cached_tokens=2))
+    two.absorb(0, progress(b"a", steps=5, preemptions=1))
     timings = two.output.timings
     assert (timings.num_steps, timings.num_preemptions) == (8, 1)
-    assert two.output.num_cached_tokens == 2
     assert timings.first_token_seconds is not None
     assert timings.first_token_seconds <= timings.total_seconds
+
+
+def test_the_first_completion_says_how_much_of_the_prompt_was_cached(tokenizer: Tokenizer) -> None:
+    two = assembler(tokenizer, n=2)
+    two.absorb(0, progress(b"a", num_cached_tokens=2))
+    two.absorb(1, progress(b"a", num_cached_tokens=3))
+    assert two.output.num_cached_tokens == 2
+
+
+def test_an_error_ends_one_completion_and_is_told(tokenizer: Tokenizer) -> None:
+    two = assembler(tokenizer, n=2)
+    two.absorb(0, progress(b"a"))
+    text = "NonFiniteError: the logits behind token 4 are not finite"
+    two.absorb(0, progress(b"", FinishReason.ERROR, error=text))
+    two.absorb(1, progress(b"bc", FinishReason.LENGTH))
+    failed, other = two.output.outputs
+    assert (failed.finish_reason, failed.error, failed.text) == ("error", text, "a")
+    assert (other.finish_reason, other.error, other.text) == ("length", None, "bc")
+    assert two.output.is_finished
 
 
 def test_verify_rounds_are_summed_over_the_completions(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stagecoach.config import EngineConfig, SpeculativeConfig
-from stagecoach.errors import CheckpointError, ConfigError
+from stagecoach.errors import CapacityError, CheckpointError, ConfigError
 from stagecoach.resolve import resolve
 
 _CONFIG: dict[str, Any] = {
@@ -142,6 +142,11 @@ def test_a_folder_that_is_missing_is_named() -> None:
 def test_a_folder_without_a_config_is_a_broken_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve(EngineConfig(model=str(tmp_path)))
+
+
+def test_a_host_tier_beyond_the_memory_is_refused(folder: Path) -> None:
+    with pytest.raises(CapacityError, match=r"^--kv-offloading-size=1e\+09: more GiB than"):
+        resolve(EngineConfig(model=str(folder), kv_offloading_size=1e9))
 
 
 def test_without_a_draft_nothing_speculates(folder: Path) -> None:

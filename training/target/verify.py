@@ -15,7 +15,8 @@ import torch
 from mlx_lm.models import kimi_k3
 
 from stagecoach.demo.tasks import FAMILIES, generate, grade
-from stagecoach.text.chat_format import parse, render
+from stagecoach.text.chat import parse_answer
+from stagecoach.text.chat_format import render
 from stagecoach.text.tokenizer import load_tokenizer
 from training.target.configuration import text_config
 from training.target.export import load_checkpoint, read_tensors
@@ -94,7 +95,9 @@ def main() -> None:
                 thinking=example.thinking,
             )
             answer = greedy(oracle, prompt, tokenizer.eos_token_ids, limit=300)
-            right += grade(example, parse(answer, tokenizer))
+            right += grade(
+                example, parse_answer("kimi_k3", tokenizer, answer, prompt_token_ids=prompt)
+            )
         print(f"{family}: {right}/{arguments.examples} right", flush=True)
     if worst > 1e-4:
         raise SystemExit("the training model and the oracle differ")

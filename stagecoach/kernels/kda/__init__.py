@@ -5,6 +5,7 @@ from stagecoach.kernels.kda.reference import (
     kda_gate,
     kda_recurrent,
     normalize_qk,
+    read_states,
 )
 
-__all__ = ["kda_chunked", "kda_gate", "kda_recurrent", "normalize_qk"]
+__all__ = ["kda_chunked", "kda_gate", "kda_recurrent", "normalize_qk", "read_states"]

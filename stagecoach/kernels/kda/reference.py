@@ -7,7 +7,8 @@ Per head, with a state S [V, K], a log-decay g per key channel and a rate beta:
 Formula: Kimi Linear (arXiv 2510.26692), §3; fla `naive_recurrent_kda`, `naive_chunk_kda`.
 Dimensions: T tokens, B segments, W the longest segment, H heads, K key and V value channels,
 R = B * H rows, S state slots, N rows of a record or chunks of the longest segment, X = 2K + V
-values of a recorded row, M chunks of all segments and heads, C tokens of a chunk.
+values of a recorded row, M chunks of all segments and heads, C tokens of a chunk, I saves inside
+chunks.
 """
 
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from stagecoach.kernels.precision import accumulate_dtype
 from stagecoach.kernels.ragged import SegmentGroup
+from stagecoach.kernels.saves import NO_SAVES, ChunkSaves, StateSaves
 
 
 def kda_gate(
@@ -77,7 +79,8 @@ def kda_recurrent(
 
     Each segment's state is read at `read_slots_B`, `replay_B` rows of the record there are
     folded in, and the state after the segment's certain tokens is left at `write_slots_B`. Of
-    its uncertain tokens, the drafts, the record there keeps what folds them in later.
+    its uncertain tokens, the drafts, the record there keeps what folds them in later. A save
+    takes the state after any replayed row or certain token; the record of its slot stays as it is.
 
     Args:
         q_THK: [T, H, K] normalised and scaled queries.
@@ -98,8 +101,9 @@ def kda_recurrent(
     q_THK, k_THK, v_THV, g_THK, beta_TH1 = (
         x.to(state_SHVK.dtype) for x in (q_THK, k_THK, v_THV, g_THK, beta_TH.unsqueeze(2))
     )
-    state_BHVK = _read_states(
-        state_SHVK, record_SNHX, group.read_slots_B, group.replay_B, group.max_replay
+    saves = group.saves.states if group.saves else NO_SAVES
+    state_BHVK = read_states(
+        state_SHVK, record_SNHX, group.read_slots_B, group.replay_B, group.max_replay, saves
     )
     state_RVK = state_BHVK.flatten(0, 1)
     # What `_advance` takes, in its order.
@@ -107,6 +111,7 @@ def kda_recurrent(
     if group.max_length == 1:
         o_R1V = _advance(state_RVK, *(x_THD.reshape(-1, 1, x_THD.shape[2]) for x_THD in parts))
         state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
+        saves.file(group.max_replay + 1, state_BHVK, state_SHVK)
         return o_R1V.view(v_THV.shape)
     # Padded tokens leave the state alone: decay 1, the rest 0.
     parts_WR1D = [
@@ -117,6 +122,7 @@ def kda_recurrent(
     outputs = []
     for token, row in enumerate(zip(*(x.unbind(0) for x in parts_WR1D), strict=True)):
         outputs.append(_advance(state_RVK, *row))
+        saves.file(group.max_replay + 1 + token, state_BHVK, state_SHVK)
         if token == last_certain:
             state_SHVK.index_copy_(0, group.write_slots_B, state_BHVK)
     if group.max_drafts:
@@ -149,13 +155,27 @@ def _advance(
     return torch.bmm(q_R1K, state_RKV)
 
 
-def _read_states(
-    state_SHVK: Tensor, record_SNHX: Tensor, slots_B: Tensor, replay_B: Tensor, max_replay: int
+def read_states(
+    state_SHVK: Tensor,
+    record_SNHX: Tensor,
+    slots_B: Tensor,
+    replay_B: Tensor,
+    max_replay: int,
+    saves: StateSaves = NO_SAVES,
 ) -> Tensor:
-    """[B, H, V, K], new: the states of `slots_B` after `replay_B` rows of their records.
+    """The states of `slots_B` after `replay_B` rows of their records.
 
     A row does S <- S · diag(exp(g)); S <- S + u kᵀ with the very operations that did it for its
     token, so in the same type the result is that of stepping, bit for bit.
+
+    Args:
+        state_SHVK, record_SNHX: the pools, as in `kda_recurrent`.
+        slots_B, replay_B: int64.
+        max_replay: the largest of `replay_B`.
+        saves: states between, filed in `state_SHVK` on the way; nothing else is written.
+
+    Returns:
+        [B, H, V, K], new, in the type of `state_SHVK`.
     """
     state_BHVK = state_SHVK.index_select(0, slots_B)
     if not max_replay:
@@ -170,8 +190,10 @@ def _read_states(
     record_NR1X = record_NBHX.reshape(max_replay, -1, 1, 2 * num_keys + num_values)
     parts = record_NR1X.split((num_keys, num_keys, num_values), dim=3)
     state_RVK = state_BHVK.flatten(0, 1)
-    for decay_R1K, k_R1K, u_R1V in zip(*(x.unbind(0) for x in parts), strict=True):
+    rows = zip(*(x.unbind(0) for x in parts), strict=True)
+    for num_rows, (decay_R1K, k_R1K, u_R1V) in enumerate(rows, 1):
         state_RVK.mul_(decay_R1K).addcmul_(u_R1V.mT, k_R1K)
+        saves.file(num_rows, state_BHVK, state_SHVK)
     return state_BHVK
 
 
@@ -184,7 +206,6 @@ def kda_chunked(
     state_SHVK: Tensor,
     record_SNHX: Tensor,
     group: SegmentGroup,
-    chunk_size: int = 64,
 ) -> Tensor:
     """Chunk after chunk: the form for prefill, equal to `kda_recurrent` up to rounding.
 
@@ -195,21 +216,24 @@ def kda_chunked(
 
     Decays are only ever multiplied, never divided: no exponent is positive at any gate.
 
+    A save takes the state after any token, and nothing else is computed otherwise for it. At a
+    chunk's border and at the segment's end that is the running state; behind the first p tokens
+    of a chunk that begins with S it is S · E[p − 1, start] + Σ_{t < p} u_t k_tᵀ E[p − 1, t].
+
     Args:
-        q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK, group: as in `kda_recurrent`; no
-            segment has drafts.
+        q_THK, k_THK, v_THV, g_THK, beta_TH, state_SHVK: as in `kda_recurrent`.
         record_SNHX: as in `kda_recurrent`, only read: a chunk may follow a window.
-        chunk_size: C, a power of two; shorter segments use a shorter chunk.
+        group: the segments of the T tokens, with their `chunk_layout`; none has drafts.
 
     Returns:
         [T, H, V] in the accumulate type.
     """
     assert not group.max_drafts, f"a chunk with drafts: {group}"
+    layout = group.chunk_layout
+    assert layout is not None, f"no chunk layout: {group}"
+    saves = layout.saves.states if layout.saves else NO_SAVES
     dtype = state_SHVK.dtype
-    chunk_size = min(chunk_size, 1 << (group.max_length - 1).bit_length())
-    assert chunk_size & (chunk_size - 1) == 0, f"chunk_size={chunk_size}"
     num_heads, num_keys = q_THK.shape[1:]
-    layout = _lay_out_chunks(group, chunk_size)
     # Padded tokens have g, k and beta 0 and leave the state alone.
     q_MCK, k_MCK, v_MCV, g_MCK, beta_MC1 = (
         layout.chunks(x_THD.to(dtype))
@@ -222,7 +246,7 @@ def kda_chunked(
     )
     w_MCK, u_MCV = solved_MCX.split((num_keys, v_THV.shape[2]), dim=2)
 
-    state_BHVK = _read_states(
+    state_BHVK = read_states(
         state_SHVK,
         record_SNHX,
         group.read_slots_B[layout.order_B],
@@ -232,7 +256,8 @@ def kda_chunked(
     state_RVK = state_BHVK.flatten(0, 1)
     o_MCV = torch.empty_like(v_MCV)
     start = 0
-    for num_segments in layout.num_segments_N:
+    for number, num_segments in enumerate(layout.num_segments_N):
+        saves.file(number, state_BHVK, state_SHVK)
         now = slice(start, start + num_segments * num_heads)
         start = now.stop
         running_RVK = state_RVK[: num_segments * num_heads]
@@ -241,65 +266,37 @@ def kda_chunked(
         running_RVK.mul_(inside.decay_M1K[now]).baddbmm_(u_RCV.mT, inside.k_to_end_MCK[now])
     o_MCV.baddbmm_(inside.qk_MCC, u_MCV)
     state_SHVK.index_copy_(0, group.write_slots_B[layout.order_B], state_BHVK)
+    saves.file(len(layout.num_segments_N), state_BHVK, state_SHVK)
+    if layout.saves is not None and len(layout.saves.slots_I):
+        _lead_into_chunks(state_SHVK, layout.saves, g_MCK, k_MCK, u_MCV)
     return layout.tokens(o_MCV, num_heads)
 
 
-class _ChunkLayout(NamedTuple):
-    """The chunks of all segments: first chunks first, longer segments first among them.
-
-    So the n-th chunks lie together, and those of segments that still run come first. J chunks
-    of all segments; M = J * H.
-    """
-
-    order_B: Tensor  # segments by falling number of chunks
-    num_segments_N: list[int]  # segments that have an n-th chunk
-    token_JC: Tensor  # flat token of each place; any token where nothing is
-    is_real_JC: Tensor
-
-    def chunks(self, x_THD: Tensor) -> Tensor:
-        """[T, H, D] -> [J * H, C, D], zeros where no token is."""
-        num_heads, width = x_THD.shape[1:]
-        num_chunks, chunk_size = self.token_JC.shape
-        rows_JHC = self._rows_JHC(num_heads)
-        x_RD = x_THD.reshape(-1, width).index_select(0, rows_JHC.flatten())
-        x_JHCD = x_RD.view(num_chunks, num_heads, chunk_size, width)
-        if len(x_THD) < self.token_JC.numel():
-            x_JHCD.masked_fill_(~self.is_real_JC[:, None, :, None], 0)
-        return x_JHCD.flatten(0, 1)
-
-    def tokens(self, x_MCD: Tensor, num_heads: int) -> Tensor:
-        """[J * H, C, D] -> [T, H, D]."""
-        rows_JHC = self._rows_JHC(num_heads)
-        width = x_MCD.shape[2]
-        is_real_JHC = self.is_real_JC.unsqueeze(1).expand_as(rows_JHC)
-        place_of_row = is_real_JHC.flatten().nonzero().squeeze(1)
-        place_of_row[rows_JHC[is_real_JHC]] = place_of_row.clone()
-        return x_MCD.view(-1, width).index_select(0, place_of_row).view(-1, num_heads, width)
-
-    def _rows_JHC(self, num_heads: int) -> Tensor:
-        """Row of [T * H, D] that each place of [J, H, C] holds."""
-        heads_H1 = torch.arange(num_heads, device=self.token_JC.device).unsqueeze(1)
-        return self.token_JC.unsqueeze(1) * num_heads + heads_H1
-
-
-def _lay_out_chunks(group: SegmentGroup, chunk_size: int) -> _ChunkLayout:
-    device = group.lengths_B.device
-    counts_B = (group.lengths_B + chunk_size - 1) // chunk_size
-    order_B = counts_B.argsort(descending=True, stable=True)
-    first_B = (group.lengths_B.cumsum(0) - group.lengths_B)[order_B]
-    numbers_N1 = torch.arange(-(-group.max_length // chunk_size), device=device).unsqueeze(1)
-    is_chunk_NB = numbers_N1 < counts_B[order_B]
-    begin_NB = numbers_N1 * chunk_size
-    offsets_C = torch.arange(chunk_size, device=device)
-    left_J = (group.lengths_B[order_B] - begin_NB)[is_chunk_NB]
-    is_real_JC = offsets_C < left_J.unsqueeze(1)
-    token_JC = (first_B + begin_NB)[is_chunk_NB].unsqueeze(1) + offsets_C
-    return _ChunkLayout(
-        order_B=order_B,
-        num_segments_N=is_chunk_NB.sum(1).tolist(),
-        token_JC=token_JC.clamp_(max=group.num_tokens - 1),
-        is_real_JC=is_real_JC,
+def _lead_into_chunks(
+    state_SHVK: Tensor, saves: ChunkSaves, g_MCK: Tensor, k_MCK: Tensor, u_MCV: Tensor
+) -> None:
+    """Saved states, from the start of their chunk to the place inside it that they are for."""
+    num_heads = state_SHVK.shape[1]
+    g_IHCK, k_IHCK, u_IHCV = (
+        x_MCD.view(-1, num_heads, *x_MCD.shape[1:]).index_select(0, saves.chunk_I)
+        for x_MCD in (g_MCK, k_MCK, u_MCV)
     )
+    places_C1 = torch.arange(g_MCK.shape[1], device=g_MCK.device).unsqueeze(1)
+    # What lies behind may be NaN, which no factor of 0 takes away.
+    is_behind_I1C1 = places_C1 >= saves.num_tokens_I.view(-1, 1, 1, 1)
+    for x_IHCD in (g_IHCK, k_IHCK, u_IHCV):
+        x_IHCD.masked_fill_(is_behind_I1C1, 0)
+    # Of each token and all after it, up to the place.
+    decay_IHCK = _without_tiny(g_IHCK.exp_().flip(2).cumprod(2).flip(2))
+    k_IHCK[:, :, :-1] *= decay_IHCK[:, :, 1:]
+    state_IHVK = state_SHVK.index_select(0, saves.slots_I).mul_(decay_IHCK[:, :, :1])
+    state_IHVK.flatten(0, 1).baddbmm_(u_IHCV.flatten(0, 1).mT, k_IHCK.flatten(0, 1))
+    state_SHVK.index_copy_(0, saves.slots_I, state_IHVK)
+
+
+def _without_tiny(x: Tensor) -> Tensor:
+    """0 for what is far below the rounding of any sum it enters: subnormal numbers are slow."""
+    return F.hardshrink(x, torch.finfo(x.dtype).tiny ** 0.75)
 
 
 class _DecayedProducts(NamedTuple):
@@ -342,10 +339,8 @@ def _decayed_products(q_MCK: Tensor, k_MCK: Tensor, decay_MCK: Tensor) -> _Decay
         lower *= decay[:, 1]
         decay = decay[:, 0] * decay[:, 1]
         half *= 2
-    # Subnormal numbers are slow, and these are far below the rounding of any sum they enter.
-    nothing = torch.finfo(k_MCK.dtype).tiny ** 0.75
-    kq_MC2K, k_to_end_MCK, products_MC2C, decay = (
-        F.hardshrink(x, nothing) for x in (kq_MC2K, k_to_end_MCK, products_MC2C, decay)
+    kq_MC2K, k_to_end_MCK, products_MC2C, decay = map(
+        _without_tiny, (kq_MC2K, k_to_end_MCK, products_MC2C, decay)
     )
     return _DecayedProducts(
         kk_MCC=products_MC2C[:, :, 0],

@@ -58,6 +58,8 @@ def mla_decode(
     scores_BGL = torch.bmm(q_BGD, rows_BLD.mT)
     scores_BWHL = scores_BGL.view(num_segments, group.max_length, -1, num_positions)
     scores_BWHL.masked_fill_(_hidden_positions(group).unsqueeze(2), float("-inf"))
+    if group.max_drafts:
+        _clear_drafts(rows_BLD, group)
     o_BGC = torch.bmm(scores_BGL.softmax(-1), rows_BLD[:, :, :latent_width])
     o_BWHC = o_BGC.view(num_segments, group.max_length, -1, latent_width)
     return group.flat(o_BWHC).to(q_latent_THC.dtype)
@@ -106,6 +108,20 @@ def mla_prefill(
             q_BHWD, k_BHLD, v_BHLD, attn_mask=seen_B1WL, scale=scale
         )
     return group.flat(o_BHWD[..., :value_width].transpose(1, 2))
+
+
+def _clear_drafts(rows_BLD: Tensor, group: SegmentGroup) -> None:
+    """Zeros, in place, for what is not finite in the rows of a window's drafts.
+
+    A share of 0 times NaN is NaN, and a draft that may be wrong must not reach the tokens before
+    it. Those that see the row have NaN in their scores already.
+    """
+    num_segments, num_positions, width = rows_BLD.shape
+    offsets_J = torch.arange(1, 1 + group.max_drafts, device=rows_BLD.device)
+    places_BJ = (group.starts_B.unsqueeze(1) + offsets_J).clamp_(max=num_positions - 1)
+    index_BJD = places_BJ.unsqueeze(2).expand(num_segments, group.max_drafts, width)
+    drafts_BJD = rows_BLD.gather(1, index_BJD).nan_to_num_(0.0, 0.0, 0.0)
+    rows_BLD.scatter_(1, index_BJD, drafts_BJD)
 
 
 def _hidden_positions(group: SegmentGroup) -> Tensor:

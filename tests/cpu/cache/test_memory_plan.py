@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
+from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan_memory
 from stagecoach.errors import CapacityError, ConfigError
 
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "block_size": 16}
@@ -103,3 +103,99 @@ def test_an_override_sets_the_pages_whatever_the_memory_says() -> None:
 def test_an_override_without_a_usable_page_is_refused() -> None:
     with pytest.raises(ConfigError, match="--num-gpu-blocks-override=1: must be at least 2"):
         plan_memory([needs(10_000)], **SIZES, num_gpu_blocks_override=1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "num_pages", "num_checkpoints"),
+    [
+        ([needs(10_000)], MOST_PAGES, 6),  # each its most
+        ([needs(480)], 8, 0),  # the floors alone: as much as without checkpoints
+        ([needs(480 + 600 + 140)], MOST_PAGES, 6),
+        ([needs(480 + 600 + 139)], MOST_PAGES, 5),  # no whole slot is left
+        ([needs(480 + 399)], MOST_PAGES, 2),  # pages need less than half, checkpoints get the rest
+        ([needs(480 + 240)], 8 + 14, 1),  # half each; what is no whole slot goes to pages
+        ([needs(480 + 160, slot=100)], MOST_PAGES, 0),
+        # The second worker has no room for checkpoints, whatever the first one has.
+        ([needs(10_000), needs(490)], 9, 0),
+        # It limits the pages, and what they leave on the first one is for checkpoints.
+        ([needs(480 + 380), needs(90, page=10, slot=0)], 9, 3),
+        ([needs(0, page=0, slot=0)], MOST_PAGES, 6),
+    ],
+)
+def test_checkpoints_and_further_pages_share_what_is_left(
+    workers: list[MemoryNeeds], num_pages: int, num_checkpoints: int
+) -> None:
+    plan = plan_memory(workers, **SIZES, max_state_checkpoints=None)
+    assert plan == MemoryPlan(num_pages=num_pages, num_slots=SLOTS + num_checkpoints)
+
+
+@given(
+    st.lists(
+        st.builds(needs, st.integers(0, 4000), st.integers(0, 30), st.integers(0, 200)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_checkpoints_refuse_no_engine_and_starve_no_pages(workers: list[MemoryNeeds]) -> None:
+    try:
+        without = plan_memory(workers, **SIZES)
+    except CapacityError:
+        with pytest.raises(CapacityError):
+            plan_memory(workers, **SIZES, max_state_checkpoints=None)
+        return
+    plan = plan_memory(workers, **SIZES, max_state_checkpoints=None)
+    for worker in workers:
+        used = plan.num_pages * worker.bytes_per_page + plan.num_slots * worker.bytes_per_slot
+        assert used <= worker.available_bytes
+    # At least half of the pages that there could be beside the first request's.
+    least_pages = 1 + PAGES_OF_ONE
+    assert plan.num_pages - least_pages >= (without.num_pages - least_pages) // 2
+    assert SLOTS <= plan.num_slots <= SLOTS + 6
+
+
+def test_an_explicit_number_of_checkpoints_is_honoured_or_refused_with_the_numbers() -> None:
+    plan = plan_memory([needs(480 + 300)], **SIZES, max_state_checkpoints=3)
+    assert plan == MemoryPlan(num_pages=8, num_slots=SLOTS + 3)
+    workers = [needs(10_000), needs(480 + 299)]
+    with pytest.raises(CapacityError) as error:
+        plan_memory(workers, **SIZES, max_state_checkpoints=3)
+    message = str(error.value)
+    assert "--max-state-checkpoints=3" in message
+    assert "the worker of rank 1 may use 779 bytes" in message
+    remedies = dict(re.findall(r"--([a-z-]+)=(\d+)", message.split("It fits with ")[1]))
+    assert remedies == {"kv-cache-memory-bytes": "780", "max-state-checkpoints": "2"}
+    plan_memory(workers, **SIZES, max_state_checkpoints=2)
+    plan_memory([workers[0], needs(780)], **SIZES, max_state_checkpoints=3)
+
+
+def test_the_host_tier_has_the_proportion_of_the_device() -> None:
+    workers = [needs(1620), needs(1620)]
+    plan = plan_memory(
+        workers, **SIZES, max_state_checkpoints=None, kv_offloading_size=2 * 2220 / 2**30
+    )
+    assert (plan.num_pages - 1, plan.num_slots - 1) == (21, 9)
+    # 21 pages of 20 bytes and 9 slots of 200, over both workers, are 2,220 bytes.
+    assert (plan.num_host_pages, plan.num_host_slots) == (42, 18)
+
+
+@pytest.mark.parametrize(
+    ("budget", "pages", "slots"), [(220, 1, 1), (239, 1, 1), (240, 2, 1), (439, 11, 1)]
+)
+def test_a_small_host_tier_holds_one_of_each_at_least(budget: int, pages: int, slots: int) -> None:
+    sizes = {**SIZES, "kv_offloading_size": budget / 2**30}
+    plan = plan_memory([needs(1620), needs(1620)], **sizes, max_state_checkpoints=6)
+    assert (plan.num_host_pages, plan.num_host_slots) == (pages, slots)
+
+
+def test_a_host_tier_that_holds_nothing_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size=.*219 bytes do not hold one page"):
+        plan_memory([needs(1620), needs(1620)], **SIZES, kv_offloading_size=219 / 2**30)
+
+
+def test_what_there_is_is_told_without_what_is_reserved() -> None:
+    plan = MemoryPlan(num_pages=9, num_slots=6)
+    text = "8 pages of 16 tokens, slots for 2 requests and 3 checkpoints"
+    assert describe(plan, max_num_seqs=2, block_size=16) == text
+    with_host = MemoryPlan(num_pages=9, num_slots=6, num_host_pages=4, num_host_slots=1)
+    told = describe(with_host, max_num_seqs=2, block_size=16)
+    assert told == f"{text}; on the host 4 pages and 1 checkpoints"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from stagecoach.cache.page_pool import PagePool
-from stagecoach.schedule.step_plan import NULL_PAGE
+from stagecoach.cache.page_pool import NULL_PAGE, PagePool
 
 
 def test_the_null_page_is_never_handed_out() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from stagecoach.cache.state_slots import StateSlots
-from stagecoach.schedule.step_plan import ZERO_SLOT
+from stagecoach.cache.state_slots import ZERO_SLOT, StateSlots
 
 
 def test_the_zero_slot_is_never_handed_out() -> None:

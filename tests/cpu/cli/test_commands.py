@@ -1,6 +1,7 @@
 """The command line as a whole: status, streams, help, and what each command prints."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,34 @@ import typer
 from stagecoach import compatibility
 from stagecoach.__main__ import app, main
 from stagecoach.demo.tasks import FAMILIES
-from tests.cpu.cli.command_run import FAST, Stagecoach, always_drafting
+from tests.cpu.cli.command_run import (
+    FAST,
+    Stagecoach,
+    always_drafting,
+    spoil_first_request,
+)
 
 _BAD_ACTIVATION = '{"text_config": {"hidden_act": "x"}}'
 _LONGER = ("--hf-overrides", '{"text_config": {"max_position_embeddings": 8192}}')
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+MAIN: Any = typer.main.get_command(app)
+BENCH = MAIN.commands["bench"]
+COMMANDS: dict[str, Any] = {
+    **{name: command for name, command in MAIN.commands.items() if command is not BENCH},
+    **{f"bench {name}": command for name, command in BENCH.commands.items()},
+}
 
 
 def test_the_commands() -> None:
-    assert set(COMMANDS) == {"generate", "demo", "eval", "support"}
+    assert set(COMMANDS) == {
+        "generate", "serve", "demo", "eval", "fuzz", "chat", "support",
+        "bench serve", "bench latency", "bench throughput",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_every_option_and_what_it_does(stagecoach: Stagecoach, name: str) -> None:
-    run = stagecoach(name, "--help")
+    run = stagecoach(*name.split(), "--help")
     assert run.status == 0
     text = " ".join(run.stdout.split())
     assert "..." not in text.replace("INT,INT,...", "").replace("[OPTIONS]", "")
@@ -37,10 +51,11 @@ def test_help_shows_every_option_and_what_it_does(stagecoach: Stagecoach, name: 
     assert COMMANDS[name].help.split("\n")[0].split(".")[0] in text
 
 
-def test_help_lists_the_commands_whole(stagecoach: Stagecoach) -> None:
-    run = stagecoach("--help")
+@pytest.mark.parametrize("group", [MAIN, BENCH], ids=["stagecoach", "bench"])
+def test_help_lists_the_commands_whole(stagecoach: Stagecoach, group: Any) -> None:
+    run = stagecoach(*(["bench"] if group is BENCH else []), "--help")
     assert run.status == 0
-    for command in COMMANDS.values():
+    for command in group.commands.values():
         assert command.short_help in run.stdout
     assert "..." not in run.stdout.replace("[ARGS]...", "")
     assert "completion" not in run.stdout
@@ -170,6 +185,44 @@ def test_eval_reports_tokens_of_a_round_by_task_and_acceptance_by_place(
     assert f"{counts['num_windows']} rounds" in " ".join(run.stdout.split())
 
 
+def test_eval_shows_solved_examples_before_each_question(
+    stagecoach: Stagecoach, folder: Path
+) -> None:
+    def report(*arguments: object) -> dict[str, Any]:
+        run = stagecoach(
+            "eval", folder, *FAST, *_LONGER, "--json", "--limit", 2, "--max-tokens", 2,
+            "--task", "lists_dates", *arguments,
+        )  # fmt: skip
+        assert run.status == 0, run.stderr
+        return json.loads(run.stdout)  # type: ignore[no-any-return]
+
+    plain, shown = report(), report("--num-fewshot", 2)
+    assert (plain["num_fewshot"], shown["num_fewshot"]) == (0, 2)
+    assert shown["num_prompt_tokens"] > 2 * plain["num_prompt_tokens"]
+    # One question after the other, so that the last finds the first's tokens.
+    shared = report("--num-fewshot", 2, "--max-num-seqs", 1, "--limit", 4)
+    assert 0 < shared["cached_share"] < 1
+    uncached = report("--num-fewshot", 2, "--no-enable-prefix-caching")
+    assert uncached["cached_share"] is None
+
+
+def test_eval_names_answers_that_ended_with_an_error(
+    stagecoach: Stagecoach, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_first_request(monkeypatch, start=0)
+    run = stagecoach(
+        "eval", folder, *FAST, *_LONGER, "--json", "--limit", 2, "--max-tokens", 2,
+        "--task", "arithmetic",
+    )  # fmt: skip
+    assert run.status == 1
+    [line] = run.stderr.splitlines()
+    assert line.startswith("stagecoach: NonFiniteError: ")
+    assert line.endswith(" (task arithmetic, example 0)")
+    failed, other = json.loads(run.stdout)["wrong"]
+    assert failed["error"].startswith("NonFiniteError: ") and failed["answer"] == ""
+    assert other["error"] is None
+
+
 def test_eval_draws_answers_with_the_seed(stagecoach: Stagecoach, folder: Path) -> None:
     def wrong(*arguments: object) -> list[dict[str, Any]]:
         run = stagecoach(
@@ -190,6 +243,7 @@ def test_eval_draws_answers_with_the_seed(stagecoach: Stagecoach, folder: Path) 
     [
         (("--task", "juggling"), "--task=juggling: must be one of"),
         (("--limit", "0"), "--limit=0: must be at least 1"),
+        (("--num-fewshot", "-1"), "--num-fewshot=-1: must not be negative"),
         (("--max-tokens", "0"), "max_tokens: "),
     ],
 )
@@ -222,6 +276,20 @@ def test_demo_answers_and_prints_its_layout(stagecoach: Stagecoach) -> None:
     assert "a second" in run.stdout and "accepted" not in run.stdout
     assert "2 stages (2 + 2 layers) x 2 tensor-parallel ranks" in " ".join(run.stderr.split())
     assert "drafts" not in run.stdout + run.stderr
+    # Both prompts are as long; the first is asked again.
+    cached, prefill = run.stdout.splitlines()[-2:]
+    num_tokens = int(re.findall(r"\[yours\] (\d+) prompt tokens", run.stdout)[0])
+    assert cached.startswith(f"yours once more: {num_tokens - 1} of {num_tokens} prompt tokens")
+    assert re.fullmatch(r"prefill \d+ ms instead of \d+ ms", prefill)
+
+
+@pytest.mark.usefixtures("_small_demo")
+def test_demo_without_a_cache_asks_nothing_again(stagecoach: Stagecoach) -> None:
+    run = stagecoach(
+        "demo", *FAST, "--max-model-len", 80, "--prompt", "hi", "--no-enable-prefix-caching"
+    )
+    assert run.status == 0, run.stderr
+    assert "once more" not in run.stdout
 
 
 @pytest.mark.usefixtures("_small_demo")

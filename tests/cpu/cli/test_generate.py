@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.cli.command_run import FAST, Stagecoach, always_drafting
+from tests.cpu.cli.command_run import (
+    FAST,
+    Stagecoach,
+    always_drafting,
+    spoil_first_request,
+)
 
 LETTERS = ("--dtype", "float64", "--ignore-eos", "--max-tokens", "6")
 
@@ -75,6 +80,63 @@ def test_acceptance_is_told_on_stderr(stagecoach: Stagecoach, folder: Path, draf
         )
 
 
+ONE_BY_ONE = ("--max-num-seqs", 1, "--block-size", 8)
+TWICE = ("--prompt", "say it again", "--prompt", "say it again")
+
+
+def test_json_tells_what_the_cache_spared(generate: Any) -> None:
+    answer = json.loads(generate(*TWICE, *ONE_BY_ONE, "--json"))
+    first, second = answer["outputs"]
+    assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 11)
+    assert first["token_ids"] == second["token_ids"]
+    cache = answer["stats"]["prefix_cache"]
+    assert (cache["num_queries"], cache["num_hits"]) == (2, 1)
+    assert cache["hit_rate"] == 11 / 24
+    assert cache["device_bytes"] > 0 and not any(cache["evictions"].values())
+    plain = json.loads(generate(*TWICE, *ONE_BY_ONE, "--json", "--no-enable-prefix-caching"))
+    assert plain["stats"]["prefix_cache"] is None
+    assert [output["num_cached_tokens"] for output in plain["outputs"]] == [0, 0]
+    assert [output["token_ids"] for output in plain["outputs"]] == 2 * [first["token_ids"]]
+
+
+def test_cached_tokens_are_told_on_stderr(stagecoach: Stagecoach, folder: Path) -> None:
+    for flags, told in (
+        ((), "11 of 24 prompt tokens came from the cache\n"),
+        (("--cache-salt", "mine"), "11 of 24 prompt tokens came from the cache\n"),
+        (("--no-enable-prefix-caching",), ""),
+    ):
+        run = stagecoach(
+            "generate", "--model", folder, *FAST, *LETTERS, *TWICE, *ONE_BY_ONE, *flags
+        )
+        assert (run.status, run.stderr) == (0, told)
+
+
+@pytest.mark.parametrize("prompts", [("--prompt", "a"), ("--prompt", "a", "--prompt", "b")])
+def test_an_error_of_a_completion_is_told_and_is_the_status(
+    stagecoach: Stagecoach, folder: Path, monkeypatch: pytest.MonkeyPatch, prompts: tuple[str, ...]
+) -> None:
+    spoil_first_request(monkeypatch, start=2)
+    run = stagecoach("generate", "--model", folder, *FAST, *LETTERS, *prompts)
+    assert run.status == 1 and run.stdout != ""
+    [line] = run.stderr.splitlines()
+    assert line.startswith("stagecoach: NonFiniteError: ")
+    assert line.endswith(" (prompt 0, completion 0)")
+    run = stagecoach("generate", "--model", folder, *FAST, *LETTERS, *prompts, "--json")
+    assert run.status == 1
+    first, *others = json.loads(run.stdout)["outputs"]
+    assert first["finish_reason"] == "error" and first["error"].startswith("NonFiniteError: ")
+    assert len(first["token_ids"]) == 2
+    assert [(output["finish_reason"], output["error"]) for output in others] == [
+        ("length", None)
+    ] * len(others)
+
+
+def test_an_empty_salt_is_refused(stagecoach: Stagecoach, folder: Path) -> None:
+    run = stagecoach("generate", "--model", folder, *FAST, "--prompt", "x", "--cache-salt", "")
+    assert run.status == 1
+    assert run.stderr.startswith("stagecoach: RequestError: cache_salt: must be a text")
+
+
 def test_prompts_come_from_everywhere_in_order(generate: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("é\nfour\n", encoding="utf-8")
@@ -91,6 +153,22 @@ def test_prompts_come_from_everywhere_in_order(generate: Any, tmp_path: Path) ->
         [5, 6],
     ]
     assert [output["prompt_index"] for output in outputs] == [0, 1, 2, 3, 4]
+
+
+def test_lists_of_token_ids_come_from_a_file_too(
+    generate: Any, stagecoach: Stagecoach, folder: Path, tmp_path: Path
+) -> None:
+    lists = tmp_path / "prompts.jsonl"
+    lists.write_text("[5, 6]\n[7]\n", encoding="utf-8")
+    text = generate("--prompt-token-ids", f"@{lists}", "--prompt-token-ids", "[8]", "--json")
+    outputs = json.loads(text)["outputs"]
+    assert [output["prompt_token_ids"] for output in outputs] == [[5, 6], [7], [8]]
+    lists.write_text("[5, 6]\nsix\n", encoding="utf-8")
+    for path, told in ((lists, "must be a JSON list"), (tmp_path / "none", "No such file")):
+        run = stagecoach("generate", "--model", folder, *FAST, "--prompt-token-ids", f"@{path}")
+        assert run.status == 1
+        assert run.stderr.startswith("stagecoach: RequestError: prompt_token_ids: ")
+        assert told in run.stderr
 
 
 def test_n_gives_an_entry_a_completion(generate: Any) -> None:
@@ -156,13 +234,13 @@ def test_the_default_length_never_exceeds_the_model(stagecoach: Stagecoach, fold
 
 def test_a_config_file_reaches_the_engine(generate: Any, tmp_path: Path) -> None:
     config = tmp_path / "engine.yaml"
-    config.write_text("max-num-seqs: 3\nblock_size: 8\npipeline-parallel-size: 2\n")
+    config.write_text("max-num-seqs: 3\nblock_size: 8\nmax-state-checkpoints: 2\n")
     stats = json.loads(generate("--prompt", "a", "--json", "--config", config))["stats"]
-    assert stats["num_slots"] == 3
+    assert stats["num_slots"] == 3 + 2
     stats = json.loads(
         generate("--prompt", "a", "--json", "--config", config, "--max-num-seqs", 5)
     )["stats"]
-    assert stats["num_slots"] == 5
+    assert stats["num_slots"] == 5 + 2
 
 
 def test_dummy_weights_need_no_checkpoint_data(

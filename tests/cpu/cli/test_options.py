@@ -38,6 +38,11 @@ VALUES: dict[str, tuple[str, Any]] = {
         '{"model": "a-draft", "watchdog": false}',
         SpeculativeConfig(model="a-draft", watchdog=False),
     ),
+    "enable_prefix_caching": ("", True),
+    "state_checkpoint_interval": ("128", 128),
+    "max_state_checkpoints": ("12", 12),
+    "kv_offloading_size": ("0.5", 0.5),
+    "verify_cache": ("0.25", 0.25),
     "debug_poison": ("", True),
 }
 
@@ -109,6 +114,17 @@ def test_lists_and_maps_of_yaml(config_file: Path) -> None:
     assert read_config_file(config_file) == {"pp_partition": (9,)}
 
 
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "debug_poison"])
+def test_what_is_on_or_off_can_be_either_on_the_command_line(config_file: Path, name: str) -> None:
+    no_flag = f"--no-{option(name).removeprefix('--')}"
+    assert run_options(no_flag) == {name: False}
+    config_file.write_text(f"{name}: true\n")
+    assert run_options("--config", str(config_file), no_flag) == {name: False}
+    config_file.write_text(f"{name}: false\n")
+    assert run_options("--config", str(config_file)) == {name: False}
+    assert run_options("--config", str(config_file), option(name)) == {name: True}
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "max_model_len: null\n", "dtype:\n"])
 def test_nothing_and_null_leave_the_default(config_file: Path, text: str) -> None:
     config_file.write_text(text)
@@ -134,6 +150,8 @@ def test_a_flag_wins_over_the_file(config_file: Path) -> None:
         ("seed: [1]", "seed: Expected `int`"),
         ("debug_poison: 1", "debug_poison: Expected `bool`, got `int`"),
         ("dtype: 32", "dtype: Expected `str`, got `int`"),
+        ("enable_prefix_caching: on it", "enable_prefix_caching: Expected `bool`, got `str`"),
+        ("verify_cache: often", "verify_cache: Expected `float`, got `str`"),
         ("pp_partition: [5, four]", "pp_partition: Expected `int`, got `str`"),
         ("pp_partition: 5,four", "must be numbers, as in 5,4"),
         ("hf_overrides: '{'", "not valid JSON"),
@@ -194,7 +212,7 @@ def test_help_shows_each_doc_line_and_default() -> None:
     for item in FIELDS:
         assert option(item.name) in text
         assert _wrapped(field_docs()[item.name]) in _wrapped(text)
-        if item.default not in (None, False, dataclasses.MISSING):
+        if item.default is not False and item.default not in (None, dataclasses.MISSING):
             assert f"[default: {item.default}]" in text
     for key, doc in field_docs(SpeculativeConfig).items():
         assert _wrapped(f"{key}: {doc}") in _wrapped(text)

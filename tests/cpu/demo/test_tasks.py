@@ -7,14 +7,9 @@ import pytest
 
 from stagecoach.demo.example import Example
 from stagecoach.demo.tasks import ALL_FAMILIES, FAMILIES, generate, grade
-from stagecoach.text.chat_format import (
-    ParsedMessage,
-    ToolCall,
-    answer_segments,
-    encode_segment,
-    parse,
-    render,
-)
+from stagecoach.text.chat import parse_answer
+from stagecoach.text.chat_format import answer_segments, encode_segment, render
+from stagecoach.text.message_stream import ParsedMessage, ToolCall
 from stagecoach.text.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[3] / "stagecoach" / "demo" / "checkpoint"
@@ -53,7 +48,8 @@ def test_the_expected_answer_is_right_after_a_round_trip(family: str, tokenizer:
         example = generate(family, 1, index)
         segments = answer_segments(example.answer_message, thinking=example.thinking)
         ids = [token for segment in segments for token in encode_segment(tokenizer, segment)]
-        parsed = parse(ids, tokenizer)
+        prompt = render(tokenizer, example.messages, thinking=example.thinking)
+        parsed = parse_answer("kimi_k3", tokenizer, ids, prompt_token_ids=prompt)
         assert grade(example, parsed)
         assert parsed.reasoning == example.expected.reasoning
         assert ids[-1] in tokenizer.eos_token_ids

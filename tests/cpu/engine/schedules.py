@@ -22,6 +22,8 @@ class Ask(NamedTuple):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     is_aborted: bool = False
+    cache_salt: str | None = None
+    checkpoint_position: int | None = None
 
 
 class Answer(NamedTuple):
@@ -31,6 +33,9 @@ class Answer(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     preemptions: int
+    num_cached_tokens: int
+    num_windows: int  # verify rounds
+    num_accepted_tokens: int  # drafts that they accepted
 
 
 def start_client(checkpoint: Path, **options: Any) -> EngineClient:
@@ -77,7 +82,11 @@ def run(client: EngineClient, asks: Sequence[Ask], timeout_seconds: float = 60.0
     for index, ask in enumerate(asks):
         ids.append(
             client.submit(
-                ask.prompt_token_ids, ask.params, lambda news, index=index: on_news(index, news)
+                ask.prompt_token_ids,
+                ask.params,
+                lambda news, index=index: on_news(index, news),
+                cache_salt=ask.cache_salt,
+                checkpoint_position=ask.checkpoint_position,
             )
         )
     is_submitted.set()
@@ -90,14 +99,17 @@ def run(client: EngineClient, asks: Sequence[Ask], timeout_seconds: float = 60.0
             logprobs=tuple(entry for part in progress for entry in part.logprobs),
             prompt_logprobs=tuple(entry for part in progress for entry in part.prompt_logprobs),
             preemptions=max((part.preemptions for part in progress), default=0),
+            num_cached_tokens=max((part.num_cached_tokens for part in progress), default=0),
+            num_windows=max((part.num_windows for part in progress), default=0),
+            num_accepted_tokens=max((part.num_accepted_tokens for part in progress), default=0),
         )
         for progress in parts
     ]
 
 
 def run_alone(checkpoint: Path, asks: Sequence[Ask]) -> list[Answer]:
-    """Each request alone, its prompt in one chunk, on one stage and one rank."""
-    client = start_client(checkpoint)
+    """Each request alone, its prompt in one chunk, on one stage and one rank, nothing cached."""
+    client = start_client(checkpoint, enable_prefix_caching=False)
     try:
         return [run(client, [ask])[0] for ask in asks]
     finally:

@@ -1,9 +1,10 @@
 """A drafter that knows the answers, and is wrong where it is told to be.
 
-It keeps the token of every cache row it is told of, as a real one keeps context rows, and
+It keeps the token of every cache row it is told of where a real one keeps its context rows, and
 reads its context back from there: a context that is not the beginning of an expected answer
-fails the test. So it sees whether rows are written for every token, whatever the chunks, and
-whether those of rejected drafts are overwritten in time.
+fails the test. So it sees whether rows are written for every token, whatever the chunks,
+whether those of rejected drafts are overwritten in time, and whether they go where a page goes
+that is shared, copied, or moved.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +41,14 @@ class ScriptedDrafter:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._token_of_row: dict[int, int] = {}
 
     def write_context(self, taps_TNH: Tensor, step: StepTensors, draft_rows_YRD: Tensor) -> None:
         assert len(taps_TNH) == step.num_tokens
         assert not taps_TNH.isnan().any(), "a tap was read from free memory"
-        pairs = zip(step.cache_rows_T.tolist(), step.token_ids_T.tolist(), strict=True)
-        self._token_of_row.update(pairs)
+        draft_rows_YRD[0, step.cache_rows_T, 0] = step.token_ids_T.to(draft_rows_YRD.dtype)
+
+    def finish_context(self) -> None:
+        """Rows are written at once."""
 
     def propose(
         self,
@@ -62,8 +64,9 @@ class ScriptedDrafter:
             block.context_rows_NL.tolist(),
             strict=True,
         ):
-            context = [self._token_of_row[row] for row in rows_L[:start]]
-            answer = self._answer(start, (*context, anchor_id))
+            context = draft_rows_YRD[0, rows_L[:start], 0]
+            assert not context.isnan().any(), "a context row was read from free memory"
+            answer = self._answer(start, (*map(int, context.tolist()), anchor_id))
             right = [script.is_right(start, place) for place in range(script.num_drafts)]
             drafts = [
                 token if is_right else script.wrong_token

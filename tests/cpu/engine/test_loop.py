@@ -231,7 +231,7 @@ def test_an_idle_engine_is_checked_in_debug_mode() -> None:
     port = run.port
 
     def leak() -> None:
-        run.loop.scheduler._memory.pages.take(1)
+        run.loop.scheduler._cache.take_pages(1)
         port.say(GetStats(query_id=1))
 
     port.then(lambda: port.say(submit(1)), port.finish_plan, port.finish_plan, leak)

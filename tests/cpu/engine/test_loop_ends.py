@@ -25,10 +25,14 @@ from stagecoach.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
+    EngineDeadError,
     PlanDivergenceError,
     StagecoachError,
+    StalledError,
     WorkerDiedError,
+    error_class,
 )
+from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.step_plan import StepResult, plan_digest
 from tests.cpu.engine.fakes import LoopRun, ScriptedPort, expected_tokens, outputs, resolved, submit
 
@@ -36,10 +40,10 @@ pytestmark = pytest.mark.cpu
 
 
 def test_start_plans_the_memory_and_tells_the_client() -> None:
-    run = LoopRun(max_num_seqs=3, max_model_len=10, block_size=4)
+    run = LoopRun(max_num_seqs=3, max_model_len=10, block_size=4, max_state_checkpoints=2)
     run.port.then(lambda: run.port.say(Shutdown()))
     port = run.run()
-    plan = MemoryPlan(num_pages=1 + 3 * 3, num_slots=1 + 3)
+    plan = MemoryPlan(num_pages=1 + 3 * 3, num_slots=1 + 3 + 2)
     assert port.to_workers[0] == Allocate(memory=plan)
     [ready] = port.sent(EngineReady)
     assert (ready.num_pages, ready.num_slots) == (plan.num_pages, plan.num_slots)
@@ -47,7 +51,7 @@ def test_start_plans_the_memory_and_tells_the_client() -> None:
 
 
 def test_the_tightest_worker_decides_for_all() -> None:
-    config = resolved(pipeline_parallel_size=2)
+    config = resolved(pipeline_parallel_size=2, max_state_checkpoints=0)
     port = ScriptedPort(config)
     port.say(Hello())
     # Room for the slots and twenty pages.
@@ -239,6 +243,20 @@ def test_a_worker_that_fails_while_serving_ends_the_engine() -> None:
     assert failed.kind == "WorkerDiedError"
 
 
+def test_a_stall_reaches_the_callers_with_what_blocks_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stalled(_: Scheduler) -> None:
+        raise StalledError("request 1.0 (waiting) wants 3 pages")
+
+    run = LoopRun()
+    run.port.then(lambda: monkeypatch.setattr(Scheduler, "plan", stalled))
+    run.port.then(lambda: run.port.say(submit(1)))
+    failed = failed_run(run, StalledError, "wants 3 pages")
+    assert error_class(failed.kind) is StalledError
+    assert issubclass(StalledError, EngineDeadError)
+
+
 LOAD_ERRORS = [
     ("CheckpointError", CheckpointError),
     ("ConfigError", ConfigError),
@@ -249,10 +267,10 @@ LOAD_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "error_class"), LOAD_ERRORS)
+@pytest.mark.parametrize(("kind", "raised"), LOAD_ERRORS)
 @pytest.mark.parametrize("is_before_hello", [False, True])
 def test_a_worker_that_cannot_load_keeps_the_class_of_its_error(
-    kind: str, error_class: type[StagecoachError], is_before_hello: bool
+    kind: str, raised: type[StagecoachError], is_before_hello: bool
 ) -> None:
     config = resolved(pipeline_parallel_size=2)
     port = ScriptedPort(config)
@@ -263,11 +281,11 @@ def test_a_worker_that_cannot_load_keeps_the_class_of_its_error(
     else:
         port.say(Hello())
         port.then(lambda: port.reply(failure, rank=1))
-    with pytest.raises(error_class, match=r"worker\[1,0\].*no tensor x.weight") as caught:
+    with pytest.raises(raised, match=r"worker\[1,0\].*no tensor x.weight") as caught:
         EngineLoop(config, port).run()
-    assert type(caught.value) is error_class
+    assert type(caught.value) is raised
     [failed] = port.sent(EngineFailed)
-    assert (failed.kind, failed.reason) == (error_class.__name__, str(caught.value))
+    assert (failed.kind, failed.reason) == (raised.__name__, str(caught.value))
     assert port.to_workers == [Shutdown()]
 
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.engine import messages
 from stagecoach.engine.messages import (
@@ -22,6 +23,7 @@ from stagecoach.engine.messages import (
     Outputs,
     PlanDone,
     RequestRefused,
+    ResetPrefixCache,
     RunPlan,
     Shutdown,
     StepEcho,
@@ -69,9 +71,18 @@ SAMPLES: list[Message] = [
     Hello(),
     Submit(request_id=REQUEST_ID, prompt_token_ids=(1, 2, 163839), params=PARAMS, seed=MAX_SEED),
     Submit(request_id=1, prompt_token_ids=(), params=SamplingParams(), seed=0),
+    Submit(
+        request_id=2,
+        prompt_token_ids=(1, 2, 3),
+        params=SamplingParams(skip_reading_prefix_cache=True),
+        seed=0,
+        cache_salt="Büro 7",
+        checkpoint_position=2,
+    ),
     Abort(request_ids=(1, REQUEST_ID)),
     Abort(request_ids=()),
     GetStats(query_id=9),
+    ResetPrefixCache(),
     Shutdown(),
     LoadProgress(worker="worker[1,0]", done_bytes=2**40, total_bytes=2**41),
     EngineReady(num_pages=7, num_slots=5, load_seconds=1.5),
@@ -89,6 +100,9 @@ SAMPLES: list[Message] = [
                 preemptions=1,
             ),
             *(Progress(request_id=2, finish_reason=reason) for reason in FinishReason),
+            Progress(
+                request_id=2, finish_reason=FinishReason.ERROR, error="NonFiniteError: a state"
+            ),
             Progress(request_id=3),
         )
     ),
@@ -120,6 +134,14 @@ SAMPLES: list[Message] = [
             is_paused=True,
             num_pauses=2,
         ),
+        prefix_cache=PrefixCacheStats(
+            **{
+                name: number
+                for number, name in enumerate(PrefixCacheStats.__struct_fields__, start=1)
+                if name != "evictions"
+            },
+            evictions={"page for a request": 3, "slot for a rung": 4},
+        ),
     ),
     EngineStats(
         query_id=0,
@@ -141,6 +163,7 @@ SAMPLES: list[Message] = [
     ),
     EngineFailed(kind="WorkerDiedError", reason="worker[0,1] was killed – SIGKILL"),
     Allocate(memory=MemoryPlan(num_pages=3, num_slots=4)),
+    Allocate(memory=MemoryPlan(num_pages=3, num_slots=9, num_host_pages=20, num_host_slots=5)),
     RunPlan(encoded_plan=bytes(range(256))),
     WorkerReady(
         worker="worker[0,0]",
@@ -148,6 +171,13 @@ SAMPLES: list[Message] = [
     ),
     WorkerAllocated(worker="worker[0,0]"),
     StepEcho(worker="worker[0,0]", step=10**9, digest=b"\x00\xff" * 4, busy_seconds=0.5),
+    StepEcho(
+        worker="worker[0,0]",
+        step=3,
+        digest=b"12345678",
+        busy_seconds=0.5,
+        differences=(0.0, 1e-12, float("inf")),
+    ),
     PlanDone(
         worker="worker[3,0]",
         result=StepResult(
@@ -164,7 +194,12 @@ SAMPLES: list[Message] = [
                     logprobs=(LOGPROBS, LOGPROBS),
                     prompt_logprobs=(LOGPROBS,),
                 ),
+                RowResult(request_id=3, epoch=0, token_ids=(), is_finite=False),
+                RowResult(
+                    request_id=4, epoch=0, token_ids=(7,), logit_ids=(7, 9), logits=(3.5, -0.25)
+                ),
             ),
+            differences=(0.5,),
             forward_seconds=0.5,
             step_seconds=1.5,
             busy_seconds=1.0,

@@ -114,6 +114,10 @@ def test_the_table_holds_what_the_stages_took(num_stages: int, tp_size: int) -> 
     ("memory", "options"),
     [
         (MemoryPlan(num_pages=500, num_slots=101), {"max_num_seqs": 100}),
+        (
+            MemoryPlan(num_pages=500, num_slots=300, num_host_pages=90, num_host_slots=40),
+            {"max_num_seqs": 3, "kv_offloading_size": 0.5},
+        ),
         (MemoryPlan(num_pages=2, num_slots=5), {}),
         (MemoryPlan(num_pages=3, num_slots=5), {"block_size": 1}),
         (MemoryPlan(num_pages=60, num_slots=5), {"max_num_batched_tokens": 1}),
@@ -128,6 +132,9 @@ def test_scratch_plans_stay_within_every_limit(memory: MemoryPlan, options: dict
     profiler = StepProfiler(config, memory)
     scratch = profiler.memory
     assert scratch.num_pages <= memory.num_pages and scratch.num_slots <= memory.num_slots
+    # Nothing is kept between scratch plans, on the device or the host.
+    assert scratch.num_slots <= 1 + engine.max_num_seqs
+    assert (scratch.num_host_pages, scratch.num_host_slots) == (0, 0)
     assert profiler.run(pipeline.send, pipeline.receive) is not None
     assert [plan.step for plan in pipeline.plans] == list(range(len(pipeline.plans)))
     rows = {entry.row for entry in pipeline.plans[0].admissions}

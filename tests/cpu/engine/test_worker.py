@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stagecoach.cache.memory_plan import MemoryPlan
@@ -32,6 +33,7 @@ from stagecoach.request import SamplingParams
 from stagecoach.runner.device_memory import memory_needs
 from stagecoach.runner.stage_runner import DTYPES
 from stagecoach.schedule.step_plan import (
+    Comparison,
     SamplingEntry,
     Segment,
     StepPlan,
@@ -149,6 +151,30 @@ def test_workers_that_do_not_sample_echo_the_digest_of_what_they_ran() -> None:
             assert answer.step == step_plan.step
             assert answer.digest == plan_digest(step_plan.encode())
             assert answer.busy_seconds > 0
+
+
+def test_every_worker_tells_what_it_found_comparing() -> None:
+    """Two requests of the same tokens against each other, and one against nothing computed."""
+    config = dummy(pipeline_parallel_size=2, tensor_parallel_size=2)
+    first, *_ = plan(0).segments
+    second = msgspec.structs.replace(
+        first, request_id=8, write_slot=1, page_table=pack_page_table([1])
+    )
+    compared = msgspec.structs.replace(
+        plan(1, start=3, length=1, samples=True),
+        comparisons=(Comparison(3, 0, 1), Comparison(1, 0, 2)),
+    )
+    plans = [StepPlan(step=0, segments=(first, second)), compared]
+    said = serve(config, [ALLOCATE, *map(run_plan, plans), Shutdown()])
+    for sent in said:
+        answers = [message for message in sent if isinstance(message, StepEcho | PlanDone)]
+        without, with_two = (
+            answer.result.differences if isinstance(answer, PlanDone) else answer.differences
+            for answer in answers
+        )
+        assert without == ()
+        equal, unequal = with_two
+        assert equal < 1e-5 and unequal == 1.0
 
 
 @pytest.mark.parametrize("steps", [(1,), (0, 2), (0, 0)])

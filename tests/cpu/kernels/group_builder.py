@@ -2,9 +2,12 @@
 
 import random
 
+import numpy as np
 import torch
 
+from stagecoach.kernels.chunk_layout import CHUNK_SIZE, lay_out_chunks
 from stagecoach.kernels.ragged import SegmentGroup
+from stagecoach.kernels.saves import GroupSaves, StateSaves
 
 
 def make_group(
@@ -15,6 +18,8 @@ def make_group(
     context_rows: list[list[int]] | None = None,
     replay: list[int] | None = None,
     num_drafts: list[int] | None = None,
+    saves: list[tuple[int, int, int]] | None = None,
+    chunk_size: int = CHUNK_SIZE,
 ) -> SegmentGroup:
     """A group of segments with `lengths` tokens each.
 
@@ -27,6 +32,8 @@ def make_group(
             default row 0 throughout, for operators that read no cache.
         replay: recorded rows of each read slot to fold in; none by default.
         num_drafts: the uncertain tail of each segment; none by default.
+        saves: (segment, position, slot) in any order; none by default.
+        chunk_size: of the chunked form.
     """
     num_segments, width = len(lengths), max(lengths)
     starts = starts or [0] * num_segments
@@ -42,6 +49,7 @@ def make_group(
         pad_index.append([offset + w if w < length else 0 for w in range(width)])
         flat_index += [index * width + w for w in range(length)]
         offset += length
+    group_saves = make_saves(saves, starts, replay) if saves else None
     return SegmentGroup(
         num_tokens=offset,
         max_length=width,
@@ -58,6 +66,28 @@ def make_group(
         max_drafts=max(num_drafts),
         context_rows_BL=torch.tensor([row + [0] * (max(ends) - len(row)) for row in rows]),
         context_lengths_B=torch.tensor(ends),
+        saves=group_saves,
+        # Short of it where a save needs the recurrent form.
+        chunk_layout=lay_out_chunks(np.array(lengths), group_saves, chunk_size)
+        if all(position > starts[segment] for segment, position, _ in saves or [])
+        else None,
+    )
+
+
+def make_saves(
+    saves: list[tuple[int, int, int]], starts: list[int], replay: list[int]
+) -> GroupSaves:
+    """Saves by the stop of the recurrent form at which the state is there."""
+
+    ordered = []
+    for segment, position, slot in saves:
+        num_tokens = position - starts[segment]
+        num_replayed = max(replay) if num_tokens > 0 else replay[segment]
+        ordered.append((num_replayed + num_tokens, segment, num_tokens, slot))
+    stops, segments, nums_tokens, slots = zip(*sorted(ordered), strict=True)
+    return GroupSaves(
+        states=StateSaves(torch.tensor(segments), torch.tensor(slots), stops),
+        num_tokens_E=torch.tensor(nums_tokens),
     )
 
 

@@ -199,13 +199,17 @@ def test_chunked_equals_recurrent(
     # Neighbours in the batch share a read slot; the first starts from nothing.
     read_slots = [0] + [1 + index // 2 for index in range(1, count)]
     group = make_group(
-        lengths, [0] + [7] * (count - 1), read_slots, [10 + index for index in range(count)]
+        lengths,
+        [0] + [7] * (count - 1),
+        read_slots,
+        [10 + index for index in range(count)],
+        chunk_size=chunk_size,
     )
     pool_SHVK = make_pool(inputs, 20, seed)
     before_SHVK = pool_SHVK.clone()
     chunked_pool_SHVK = pool_SHVK.clone()
     o_THV = recurrent(*inputs, pool_SHVK, group)
-    chunked_o_THV = chunked(*inputs, chunked_pool_SHVK, group, chunk_size)
+    chunked_o_THV = chunked(*inputs, chunked_pool_SHVK, group)
     assert difference(o_THV, chunked_o_THV) < 1e-12
     assert difference(pool_SHVK, chunked_pool_SHVK) < 1e-12
     assert torch.equal(pool_SHVK[:10], before_SHVK[:10])

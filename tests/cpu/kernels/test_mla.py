@@ -32,7 +32,12 @@ class Layer:
         self.cache_RD = torch.full((num_rows, LATENT + PE), float("nan"), dtype=dtype)
         self.cache_RD[:4] = 0  # the null page
 
-    def group(self, live: list[int], spans: list[tuple[int, int]]) -> SegmentGroup:
+    def group(
+        self,
+        live: list[int],
+        spans: list[tuple[int, int]],
+        num_drafts: list[int] | None = None,
+    ) -> SegmentGroup:
         """Segments `spans` of the sequences `live`; their rows are written."""
         for index, (start, end) in zip(live, spans, strict=True):
             places = torch.tensor(self.places[index][start:end])
@@ -43,6 +48,7 @@ class Layer:
             context_rows=[
                 self.places[index][:end] for index, (_, end) in zip(live, spans, strict=True)
             ],
+            num_drafts=num_drafts,
         )
 
     def kv_up(self, latent_BLC: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +157,24 @@ def test_a_neighbour_full_of_nan_stays_alone(form: str) -> None:
     for index, rows in ((0, slice(0, 4)), (2, slice(8, 9))):
         alone = getattr(layer, form)(queries[index], layer.group([index], [spans[index]]))
         torch.testing.assert_close(o_THV[rows], alone, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_a_draft_that_is_not_finite_reaches_no_token_before_it(place: int, value: float) -> None:
+    """Windows of three drafts and of none beside each other, the rows of one spoilt.
+
+    The tokens before are the same bit for bit; the draft and those behind it show it."""
+    layer = Layer([12, 9], seed=5)
+    spans = [(8, 12), (8, 9)]
+    queries = torch.cat([layer.queries[0][8:12], layer.queries[1][8:9]])
+    layer.group([0, 1], [(0, 8), (0, 8)])
+    clean_THV = layer.decode(queries, layer.group([0, 1], spans, num_drafts=[3, 0]))
+    layer.rows[0][8 + place, :LATENT] = value
+    o_THV = layer.decode(queries, layer.group([0, 1], spans, num_drafts=[3, 0]))
+    intact = [*range(place), 4]
+    assert torch.equal(o_THV[intact], clean_THV[intact])
+    assert o_THV[place:4].isnan().flatten(1).any(1).all()
 
 
 @forms

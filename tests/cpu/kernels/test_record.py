@@ -5,132 +5,26 @@ Outputs and states of the recurrence and histories of the convolution are equal 
 Rows that were rejected or never written hold NaN.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from stagecoach.kernels.kda import kda_chunked, kda_recurrent, normalize_qk
-from stagecoach.kernels.ragged import SegmentGroup
+from stagecoach.kernels.kda import kda_chunked, kda_recurrent
 from stagecoach.kernels.short_conv import short_convolution
-from tests.cpu.kernels.group_builder import make_group
+from tests.cpu.kernels.layer_slots import (
+    NUM_DRAFTS,
+    NUM_HISTORY,
+    KdaOperator,
+    Slots,
+    Stepper,
+    assert_equal,
+    draw,
+    join,
+    make_group,
+    prefill,
+)
 from tests.cpu.kernels.oracles import fla_function, in_float64
-
-NUM_HEADS, NUM_KEYS, NUM_VALUES, NUM_CHANNELS, NUM_HISTORY = 2, 12, 10, 6, 3
-NUM_DRAFTS = 4  # the most of a window
-
-KdaOperator = Callable[..., Tensor]
-
-# Short ones, so that segments of a group differ in their numbers of chunks.
-chunked = partial(kda_chunked, chunk_size=4)
-
-
-class Tokens(NamedTuple):
-    """What the operators get of each token: rows for the convolution, and for KDA."""
-
-    x_TC: Tensor
-    q_THK: Tensor
-    k_THK: Tensor
-    v_THV: Tensor
-    g_THK: Tensor
-    beta_TH: Tensor
-
-    def span(self, start: int, end: int) -> "Tokens":
-        return Tokens(*(x[start:end] for x in self))
-
-
-def draw(num_tokens: int, seed: int, dtype: torch.dtype = torch.float64) -> Tokens:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(num_tokens, *shape, generator=generator, dtype=dtype)
-
-    keys = (NUM_HEADS, NUM_KEYS)
-    q_THK, k_THK = normalize_qk(normal(*keys), normal(*keys))
-    return Tokens(
-        x_TC=normal(NUM_CHANNELS),
-        q_THK=q_THK,
-        k_THK=k_THK,
-        v_THV=normal(NUM_HEADS, NUM_VALUES),
-        g_THK=-5 * (2 * normal(*keys)).sigmoid(),
-        beta_TH=normal(NUM_HEADS).sigmoid(),
-    )
-
-
-def join(*parts: Tokens) -> Tokens:
-    return Tokens(*(torch.cat(x) for x in zip(*parts, strict=True)))
-
-
-class Outputs(NamedTuple):
-    o_THV: Tensor
-    y_TC: Tensor
-
-    def span(self, start: int, end: int) -> "Outputs":
-        return Outputs(*(x[start:end] for x in self))
-
-
-class Slots:
-    """Slots of one layer: NaN in all of them but the zero slot."""
-
-    def __init__(self, num_slots: int, num_drafts: int, dtype: torch.dtype) -> None:
-        def pool(*shape: int) -> Tensor:
-            filled = torch.full((num_slots, *shape), torch.nan, dtype=dtype)
-            filled[0] = 0
-            return filled
-
-        self.weight_CW = draw(NUM_CHANNELS, 99, dtype).x_TC[:, : NUM_HISTORY + 1].clone()
-        self.state_SHVK = pool(NUM_HEADS, NUM_VALUES, NUM_KEYS)
-        self.record_SNHX = pool(num_drafts, NUM_HEADS, 2 * NUM_KEYS + NUM_VALUES)
-        self.conv_rows_SNC = pool(NUM_HISTORY + num_drafts, NUM_CHANNELS)
-
-    def run(self, operator: KdaOperator, tokens: Tokens, group: SegmentGroup) -> Outputs:
-        y_TC = short_convolution(tokens.x_TC, self.weight_CW, self.conv_rows_SNC, group)
-        return Outputs(operator(*tokens[1:], self.state_SHVK, self.record_SNHX, group), y_TC)
-
-    def poison(self, slot: int, num_rows: int = 0) -> None:
-        """NaN in all recorded rows of a slot but the first `num_rows`."""
-        self.record_SNHX[slot, num_rows:] = torch.nan
-        self.conv_rows_SNC[slot, NUM_HISTORY + num_rows :] = torch.nan
-
-    def of(self, slot: int) -> list[Tensor]:
-        pools = (self.state_SHVK, self.record_SNHX, self.conv_rows_SNC)
-        return [pool[slot].clone() for pool in pools]
-
-    def poison_all(self, slot: int) -> None:
-        for pool in (self.state_SHVK, self.record_SNHX, self.conv_rows_SNC):
-            pool[slot] = torch.nan
-
-
-class Stepper(Slots):
-    """The same layer without records: every token alone, in its own call."""
-
-    def __init__(self, num_slots: int, dtype: torch.dtype) -> None:
-        super().__init__(num_slots, 0, dtype)
-
-    def step(self, tokens: Tokens, slot: int) -> Outputs:
-        group = make_group([1], [1], [slot], [slot])
-        steps = [
-            self.run(kda_recurrent, tokens.span(token, token + 1), group)
-            for token in range(len(tokens.x_TC))
-        ]
-        return Outputs(*(torch.cat(x) for x in zip(*steps, strict=True)))
-
-
-def prefill(slots: Slots, tokens: Tokens, slot: int) -> None:
-    slots.run(chunked, tokens, make_group([len(tokens.x_TC)], [0], [0], [slot]))
-
-
-def assert_equal(ours: Outputs, reference: Outputs) -> None:
-    """The recurrence bit for bit; sums of taps are made in another order for one token."""
-    assert len(ours.o_THV) == len(reference.o_THV)
-    assert torch.equal(ours.o_THV, reference.o_THV)
-    tolerance = 1e-13 if ours.y_TC.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(ours.y_TC, reference.y_TC, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -157,7 +51,7 @@ def test_what_follows_a_window_starts_at_its_last_accepted_token(
     start = 1 + num_accepted
     num_drafts = 3 if following == "window" else 0
     length = {"decode": 1, "window": 4, "chunk": 5}[following]
-    operator = chunked if following == "chunk" else kda_recurrent
+    operator = kda_chunked if following == "chunk" else kda_recurrent
     group = make_group(
         [length], [9 + start], [1], [write_slot], replay=[num_accepted], num_drafts=[num_drafts]
     )
@@ -165,7 +59,7 @@ def test_what_follows_a_window_starts_at_its_last_accepted_token(
     outputs = slots.run(operator, tokens, group)
     if following == "chunk":
         plain = make_group([length], [9 + start], [1], [1])
-        assert_equal(outputs, stepper.run(chunked, tokens, plain))
+        assert_equal(outputs, stepper.run(kda_chunked, tokens, plain))
     else:
         # The state after the anchor, and after its drafts, is compared below.
         assert_equal(outputs.span(0, 1), stepper.step(tokens.span(0, 1), 1))
@@ -213,7 +107,7 @@ def test_any_rounds_of_windows_and_chunks_equal_stepping(case, dtype, seed: int)
     group = make_group(lengths, write_slots=own_slots)
     prompts = join(*(truth.span(0, end) for truth, end in zip(truths, lengths, strict=True)))
     for pools in (slots, stepper):
-        pools.run(chunked, prompts, group)
+        pools.run(kda_chunked, prompts, group)
     done, replay, slot_now = list(lengths), [0] * num_requests, list(own_slots)
 
     for row in rounds:
@@ -244,10 +138,10 @@ def test_any_rounds_of_windows_and_chunks_equal_stepping(case, dtype, seed: int)
                 )
             )
         )
-        outputs = slots.run(chunked if is_chunk else kda_recurrent, tokens, group)
+        outputs = slots.run(kda_chunked if is_chunk else kda_recurrent, tokens, group)
         if is_chunk:
             plain = make_group(sizes, done, own_slots, own_slots)
-            assert_equal(outputs, stepper.run(chunked, tokens, plain))
+            assert_equal(outputs, stepper.run(kda_chunked, tokens, plain))
         offset = 0
         for index, (size, (_, accepted, _)) in enumerate(zip(sizes, row, strict=True)):
             kept = size if is_chunk else 1 + accepted
@@ -276,7 +170,7 @@ def test_any_rounds_of_windows_and_chunks_equal_stepping(case, dtype, seed: int)
         assert torch.equal(history_RC, stepper.conv_rows_SNC[own_slots[index]])
 
 
-@pytest.mark.parametrize("operator", [kda_recurrent, chunked], ids=["recurrent", "chunked"])
+@pytest.mark.parametrize("operator", [kda_recurrent, kda_chunked], ids=["recurrent", "chunked"])
 def test_one_slot_serves_a_reader_at_every_accepted_count(operator: KdaOperator) -> None:
     """I67: k + 1 segments of one group fork from one window, each with its own replay."""
     truth = draw(20, 4)
@@ -313,13 +207,13 @@ def test_the_record_of_the_tenant_before_is_never_folded_in(leftover: float) -> 
     for pool in (dirty.state_SHVK, dirty.record_SNHX, dirty.conv_rows_SNC):
         pool[1:] = leftover
     segments = [
-        (chunked, make_group([5], [0], [0], [1])),
+        (kda_chunked, make_group([5], [0], [0], [1])),
         (kda_recurrent, make_group([1], [5], [1], [1])),
         (kda_recurrent, make_group([3], [6], [1], [2], num_drafts=[2])),
         (kda_recurrent, make_group([1], [8], [2], [2], replay=[1])),
         # The rows of the window before are still there, and none of them counts.
         (kda_recurrent, make_group([2], [9], [2], [1], num_drafts=[1])),
-        (chunked, make_group([4], [11], [1], [2], replay=[1])),
+        (kda_chunked, make_group([4], [11], [1], [2], replay=[1])),
         (kda_recurrent, make_group([1], [15], [2], [2])),
     ]
     for operator, group in segments:
@@ -356,7 +250,7 @@ def test_windows_equal_the_published_recurrence() -> None:
     torch.testing.assert_close(slots.state_SHVK[1].mT, fla_state[0], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("operator", [kda_recurrent, chunked], ids=["recurrent", "chunked"])
+@pytest.mark.parametrize("operator", [kda_recurrent, kda_chunked], ids=["recurrent", "chunked"])
 def test_a_chunk_has_no_drafts(operator: KdaOperator) -> None:
     """Two certain tokens and a draft are no window."""
     slots = Slots(2, NUM_DRAFTS, torch.float64)

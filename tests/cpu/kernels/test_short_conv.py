@@ -89,6 +89,35 @@ def test_any_split_in_any_company_is_the_same(
     assert not rows_SRC[0].any()
 
 
+@pytest.mark.parametrize("taps", [2, 4, 5])
+def test_a_saved_history_ends_at_its_position(taps: int) -> None:
+    """Of chunks, across their starts; of windows, among replayed rows and behind the anchor."""
+    num_rows = taps - 1
+    x_TC, weight_CW, _ = make_case(12, taps=taps)
+    rows_SNC = torch.full((30, num_rows + 4, 6), float("nan"), dtype=torch.float64)
+    rows_SNC[0] = 0
+    padded_TC = torch.cat((torch.zeros(num_rows, 6, dtype=torch.float64), x_TC))
+
+    def check(saves: list[tuple[int, int, int]]) -> None:
+        for _, position, slot in saves:
+            assert torch.equal(rows_SNC[slot, :num_rows], padded_TC[position : position + num_rows])
+            assert rows_SNC[slot, num_rows:].isnan().all()
+
+    saves = [(0, 2, 10), (0, 1, 11), (1, 5, 12), (1, 1, 13), (1, 2, 14)]
+    group = make_group([2, 5], write_slots=[1, 2], saves=saves)
+    short_convolution(torch.cat((x_TC[:2], x_TC[:5])), weight_CW, rows_SNC, group)
+    check(saves)
+    # Two windows over tokens 5 to 9, and what follows them: one kept all drafts, one two.
+    group = make_group([5, 5], [5, 5], [2, 2], [3, 4], num_drafts=[4, 4])
+    short_convolution(x_TC[5:10].repeat(2, 1), weight_CW, rows_SNC, group)
+    rows_SNC[4, num_rows + 2 :] = torch.nan
+    saves = [(0, position, 12 + position) for position in range(7, 12)]
+    saves += [(1, position, 20 + position) for position in range(7, 10)]
+    group = make_group([1, 1], [10, 8], [3, 4], [3, 4], replay=[4, 2], saves=saves)
+    short_convolution(x_TC[[10, 8]], weight_CW, rows_SNC, group)
+    check(saves)
+
+
 def test_half_precision_sums_are_wide() -> None:
     """bfloat16 in and out, float32 weights and sums, rounded once; inputs are left alone."""
     x_TC, weight_CW, rows_SRC = (x.bfloat16() for x in make_case(70, channels=40))

@@ -11,9 +11,11 @@ from pathlib import Path
 from threading import Barrier
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stagecoach.kernels.chunk_layout import lay_out_chunks
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
@@ -112,6 +114,7 @@ def segment_group(parts: list[Part]) -> SegmentGroup:
         max_drafts=0,
         context_rows_BL=context_rows,
         context_lengths_B=torch.tensor(ends),
+        chunk_layout=lay_out_chunks(np.array(lengths), saves=None),
     )
 
 

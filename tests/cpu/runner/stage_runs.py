@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.cache.memory_moves import NO_MOVES, MemoryMoves
 from stagecoach.cache.memory_plan import MemoryPlan
+from stagecoach.cache.prefix_hash import prefix_digest
 from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.model import tiny
 from stagecoach.pipeline.links import Handle, Links, Transport
@@ -22,8 +24,10 @@ from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.resolve import resolve
 from stagecoach.runner.stage_runner import StageRunner, StepOutcome
 from stagecoach.schedule.step_plan import (
+    Comparison,
     RowResult,
     SamplingEntry,
+    Save,
     Segment,
     StepPlan,
     pack_page_table,
@@ -97,26 +101,44 @@ class Tenant:
     num_computed: int = 0
     num_recorded: int = 0  # drafts of the window before
     is_admitted: bool = False
+    checkpoint: int | None = None  # slot that the next segment reads in place of its own
+    saves: dict[int, int] = field(default_factory=dict)  # position -> slot
 
-    def segment(self, length: int, *, num_drafts: int = 0, samples: bool = False) -> Segment:
+    def segment(
+        self,
+        length: int,
+        *,
+        num_drafts: int = 0,
+        samples: bool = False,
+        reports_logits: bool = False,
+    ) -> Segment:
         """The next tokens; of the window before, all drafts are taken for accepted."""
         start, end = self.num_computed, self.num_computed + length
         replay, self.num_recorded = self.num_recorded, num_drafts
+        read_slot, self.checkpoint = self.checkpoint, None
         self.num_computed = end
+        first_saved = start - replay if length == 1 + num_drafts else start
         return Segment(
             request_id=self.request_id,
             epoch=0,
             start=start,
             token_ids=self.token_ids[start:end],
             num_draft_tokens=num_drafts,
-            read_slot=self.slot if start else 0,
+            read_slot=(read_slot or self.slot) if start else 0,
             replay=replay,
             write_slot=self.slot,
+            saves=tuple(
+                Save(position, slot)
+                for position, slot in self.saves.items()
+                if first_saved < position <= end - num_drafts
+            ),
             page_table=pack_page_table(self.pages),
             sampling_row=self.row if samples else None,
             proposes=samples and self.proposes,
             prompt_logprob_targets=self.token_ids[start + 1 : end + 1],
             num_prompt_logprobs=VOCAB_SIZE,
+            reports_logits=samples and reports_logits,
+            read_digest=prefix_digest(self.token_ids[:start]),
         )
 
     def admission(self) -> SamplingEntry:
@@ -140,8 +162,8 @@ class Script:
     def add(
         self,
         *parts: tuple[Any, ...],
-        poison_pages: tuple[int, ...] = (),
-        poison_slots: tuple[int, ...] = (),
+        moves: MemoryMoves = NO_MOVES,
+        comparisons: tuple[Comparison, ...] = (),
     ) -> None:
         """Parts are (tenant, length, "chunk", "sample" or a number of drafts)."""
         segments, admissions = [], []
@@ -160,8 +182,8 @@ class Script:
                 step=len(self.plans),
                 segments=tuple(sorted(segments, key=lambda segment: not segment.is_window)),
                 admissions=tuple(admissions),
-                poison_pages=poison_pages,
-                poison_slots=poison_slots,
+                moves=moves,
+                comparisons=comparisons,
             )
         )
 
@@ -194,7 +216,8 @@ def mixed_plans(*, speculates: bool = False) -> list[StepPlan]:
     script.add((first, 1, 0), (second, 1, 0), (third, 8, "sample"))
     script.add((first, 1, 0), (second, 3, two_drafts), (third, 1, 0))
     script.add((first, 1, 0), (third, 2, one_draft))
-    script.add((first, 1, 0), (fourth, 7, "chunk"), poison_pages=(1, 5, 11), poison_slots=(4,))
+    freed = MemoryMoves(scrub_pages=(1, 5, 11), scrub_slots=(4,))
+    script.add((first, 1, 0), (fourth, 7, "chunk"), moves=freed)
     script.add((fourth, 2, "sample"), (third, 1, 0))
     script.add((first, 1, 0), (third, 1, 0), (fourth, 1, 0))
     return script.plans
@@ -261,7 +284,7 @@ class Run(NamedTuple):
         return [step for step in rows if step is not None]
 
 
-def run_grid(config: ResolvedConfig, plans: Sequence[StepPlan]) -> Run:
+def run_grid(config: ResolvedConfig, plans: Sequence[StepPlan], memory: MemoryPlan = MEMORY) -> Run:
     """Every rank in a thread, through all plans as fast as its neighbours let it."""
     topology = Topology(
         num_stages=config.engine.pipeline_parallel_size,
@@ -278,7 +301,7 @@ def run_grid(config: ResolvedConfig, plans: Sequence[StepPlan]) -> Run:
         try:
             runner = StageRunner(config, worker, Links(recorder, links.tensor_parallel))
             runner.load(lambda done_bytes, total_bytes: None)
-            runner.allocate(MEMORY)
+            runner.allocate(memory)
             transfers[worker.rank].clear()  # only those of steps are looked at
             outcomes = [runner.run(StepPlan.decode(plan.encode())) for plan in plans]
             runner.finish()

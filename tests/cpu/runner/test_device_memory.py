@@ -1,63 +1,23 @@
 """Pages and slots as tensors: as many bytes as announced, and NaN exactly where asked."""
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.cache.memory_moves import MemoryMoves, Transfer
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig, ResolvedSpeculation
-from stagecoach.draft_config import DraftGqaConfig
-from stagecoach.model.stage_memory import KdaMemory
-from stagecoach.pipeline.stage import Stage, make_stages
+from stagecoach.config import ResolvedConfig
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
+from stagecoach.schedule.step_plan import Comparison, StepPlan
 from tests.cpu.engine.fakes import resolved
-from tests.cpu.model.small_draft import small_draft
+from tests.cpu.runner.memories import BLOCK_SIZE, pages_of, slots_of, speculating, stage_of
 
 pytestmark = pytest.mark.cpu
 
 PLAN = MemoryPlan(num_pages=6, num_slots=5)
-BLOCK_SIZE = 4
-
-
-def speculating(config: ResolvedConfig, num_speculative_tokens: int = 3) -> ResolvedConfig:
-    """The same engine with a draft of two layers, with 4 key-value heads of 8."""
-    speculation = ResolvedSpeculation(
-        draft=small_draft(DraftGqaConfig(num_heads=4, num_kv_heads=4, head_dim=8), num_layers=2),
-        checkpoint=Path("nowhere"),
-        num_speculative_tokens=num_speculative_tokens,
-        acceptance="shared",
-        has_confidence_schedule=True,
-        has_watchdog=True,
-        synthetic_acceptance_length=None,
-    )
-    return dataclasses.replace(config, speculation=speculation)
-
-
-def slots_of(memory: DeviceMemory) -> list[Tensor]:
-    return [
-        tensor
-        for layer in memory.stage_memory.layers.values()
-        if isinstance(layer, KdaMemory)
-        for tensor in layer
-    ]
-
-
-def pages_of(memory: DeviceMemory) -> list[Tensor]:
-    """Rows of each MLA layer and of each draft layer by page: [pages, rows of a page, width]."""
-    stage_memory = memory.stage_memory
-    pools = [
-        layer.cache_RD for layer in stage_memory.layers.values() if not isinstance(layer, KdaMemory)
-    ]
-    if stage_memory.draft_rows_YRD is not None:
-        pools += stage_memory.draft_rows_YRD.unbind(0)
-    return [pool.unflatten(0, (-1, BLOCK_SIZE)) for pool in pools]
 
 
 def nan_indices(tensor: Tensor) -> list[int]:
@@ -67,10 +27,6 @@ def nan_indices(tensor: Tensor) -> list[int]:
     is_nan = tensor.isnan().flatten(1)
     assert torch.equal(is_nan.any(1), is_nan.all(1)), "half of an entry is poisoned"
     return is_nan.any(1).nonzero().flatten().tolist()
-
-
-def stage_of(config: ResolvedConfig, index: int) -> Stage:
-    return make_stages(config.partition)[index]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -90,8 +46,8 @@ def test_what_is_allocated_has_the_announced_size(
     stage = stage_of(config, index)
     needs = memory_needs(config, stage, dtype)
     memory = DeviceMemory(config, stage, dtype, PLAN)
-    slot_bytes = sum(tensor.nbytes for tensor in slots_of(memory))
-    page_bytes = sum(tensor.nbytes for tensor in pages_of(memory))
+    slot_bytes = sum(tensor.nbytes for tensor in slots_of(memory.stage_memory))
+    page_bytes = sum(tensor.nbytes for tensor in pages_of(memory.stage_memory))
     assert slot_bytes == PLAN.num_slots * needs.bytes_per_slot
     assert page_bytes == PLAN.num_pages * needs.bytes_per_page
     assert set(memory.stage_memory.layers) == set(stage.layers)
@@ -127,7 +83,7 @@ MAYBE_SPECULATING = pytest.mark.parametrize(
 def test_fresh_memory_is_zero(config_of: Callable[..., ResolvedConfig]) -> None:
     config = config_of()
     memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
-    for tensor in (*slots_of(memory), *pages_of(memory)):
+    for tensor in (*slots_of(memory.stage_memory), *pages_of(memory.stage_memory)):
         assert not tensor.any()
 
 
@@ -137,26 +93,71 @@ def test_in_debug_mode_all_but_page_0_and_slot_0_is_nan(
 ) -> None:
     config = config_of(debug_poison=True)
     memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
-    for tensor in slots_of(memory):
+    for tensor in slots_of(memory.stage_memory):
         assert nan_indices(tensor) == ([1, 2, 3, 4] if tensor.numel() else [])
         assert not tensor[0].any()
-    for tensor in pages_of(memory):
+    for tensor in pages_of(memory.stage_memory):
         assert nan_indices(tensor) == [1, 2, 3, 4, 5]
         assert not tensor[0].any()
 
 
-@settings(deadline=None, max_examples=30)
-@given(pages=st.sets(st.integers(1, 5)), slots=st.sets(st.integers(1, 4)))
-def test_poison_fills_exactly_what_it_names(pages: set[int], slots: set[int]) -> None:
-    config = speculating(resolved())
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_host_memory_is_as_much_as_the_plan_says_and_poisoned_throughout(
+    *, is_debugging: bool
+) -> None:
+    config = speculating(resolved(debug_poison=is_debugging))
+    plan = MemoryPlan(num_pages=6, num_slots=5, num_host_pages=3, num_host_slots=2)
+    memory = DeviceMemory(config, stage_of(config, 0), torch.float32, plan)
+    needs = memory_needs(config, stage_of(config, 0), torch.float32)
+    slots, pages = slots_of(memory.host_memory), pages_of(memory.host_memory)
+    assert sum(tensor.nbytes for tensor in slots) == 2 * needs.bytes_per_slot
+    assert sum(tensor.nbytes for tensor in pages) == 3 * needs.bytes_per_page
+    for tensor in (*slots, *pages):
+        assert not is_debugging or tensor.isnan().all()
+        assert is_debugging or not tensor.any()
+
+
+@MAYBE_SPECULATING
+def test_without_a_host_tier_nothing_is_allocated_for_it(
+    config_of: Callable[..., ResolvedConfig],
+) -> None:
+    config = config_of(debug_poison=True)
+    host = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN).host_memory
+    assert sum(tensor.nbytes for tensor in (*slots_of(host), *pages_of(host))) == 0
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_a_plan_scrubs_with_nan_in_debug_mode_and_else_with_zeros(*, is_debugging: bool) -> None:
+    config = speculating(resolved(debug_poison=is_debugging))
     memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
-    for tensor in (*slots_of(memory), *pages_of(memory)):
+    tensors = (*slots_of(memory.stage_memory), *pages_of(memory.stage_memory))
+    for tensor in tensors:
         tensor.fill_(1.0)
-    memory.poison(list(pages), list(slots))
-    assert slots_of(memory) and pages_of(memory)
-    for tensor in slots_of(memory):
-        assert nan_indices(tensor) == sorted(slots)
-        assert (tensor[sorted(set(range(5)) - slots)] == 1.0).all()
-    for tensor in pages_of(memory):
-        assert nan_indices(tensor) == sorted(pages)
-        assert (tensor[sorted(set(range(6)) - pages)] == 1.0).all()
+    memory.prepare(
+        StepPlan(step=0, segments=(), moves=MemoryMoves(scrub_pages=(3,), scrub_slots=(3, 2)))
+    )
+    for tensor in slots_of(memory.stage_memory):
+        assert not (tensor[[2, 3]] == 1.0).any() and (tensor[[0, 1, 4]] == 1.0).all()
+        assert tensor[[2, 3]].isnan().all() == is_debugging
+    for tensor in pages_of(memory.stage_memory):
+        assert not (tensor[3] == 1.0).any() and (tensor[[0, 1, 2, 4, 5]] == 1.0).all()
+        assert tensor[3].isnan().all() == is_debugging
+
+
+def test_states_are_compared_after_the_moves() -> None:
+    config = resolved()
+    memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
+    for tensor in slots_of(memory.stage_memory):
+        tensor[2] = 1.0
+    compare = (Comparison(slot=2, replay=0, other_slot=3),)
+    assert memory.prepare(StepPlan(step=0, segments=(), comparisons=compare)) == (1.0,)
+    moves = MemoryMoves(scrub_slots=(2,))
+    assert memory.prepare(StepPlan(step=1, segments=(), moves=moves, comparisons=compare)) == (0.0,)
+
+
+def test_in_debug_mode_a_plan_is_checked_before_it_touches_anything() -> None:
+    config = resolved(debug_poison=True)
+    memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
+    moves = MemoryMoves(scrub_pages=(1,), load_slots=(Transfer(1, 0),))
+    with pytest.raises(AssertionError, match="host slot 0 holds nothing"):
+        memory.prepare(StepPlan(step=0, segments=(), moves=moves))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from stagecoach.request import TokenLogprobs
 from stagecoach.runner import last_stage as last_stage_module
-from stagecoach.runner.last_stage import LastStage, _to_host
+from stagecoach.runner.last_stage import LastStage
+from stagecoach.schedule.step_plan import RowResult, StepPlan
 from tests.cpu.runner.window_runs import (
     NUM_DRAFTS,
     STOP_ID,
@@ -19,6 +21,7 @@ from tests.cpu.runner.window_runs import (
     Decoder,
     FakeDrafter,
     FakeModel,
+    FakeStream,
     Prefix,
     Schedule,
     all_drafts,
@@ -27,6 +30,7 @@ from tests.cpu.runner.window_runs import (
     make_last_stage,
     plain,
     ragged,
+    run_plan,
     speculation,
     target_logits,
 )
@@ -178,24 +182,107 @@ def test_min_tokens_ends_in_the_middle_of_a_window() -> None:
         assert requests[0].token_ids[4] == STOP_ID
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_poisoned_request_does_not_disturb_its_neighbours(temperature: float) -> None:
-    params = [{"temperature": temperature, "logprobs": 2, "top_p": 0.9}] * 4
+SPOILT = pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 
-    def poisoned(prefix: Prefix) -> Tensor:
+
+@SPOILT
+@pytest.mark.parametrize("acceptance", ["shared", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_spoilt_request_ends_alone(temperature: float, acceptance: str, value: float) -> None:
+    """From its fifth token on one logit is not finite; all others get their plain tokens."""
+    params = [
+        {"temperature": temperature, "logprobs": 2, "top_p": 0.9},
+        {"temperature": temperature, "presence_penalty": 1.0},
+    ] * 2
+
+    def spoilt(prefix: Prefix) -> Tensor:
         logits_V = target_logits(prefix)
-        # Of the third request's prompt.
-        is_theirs = prefix[: len(third)] == third
-        return torch.full_like(logits_V, torch.nan) if is_theirs else logits_V
+        is_theirs = prefix[: len(third)] == third and len(prefix) >= len(third) + 4
+        return logits_V.index_fill(0, torch.tensor(9), value) if is_theirs else logits_V
 
     third = decoders(params)[2].prompt
-    requests = decoders(params)
-    last_stage = make_last_stage(speculation(), FakeDrafter(0.3), model=FakeModel(poisoned))
+    requests, plain_requests = decoders(params), decoders(params)
+    drafter = FakeDrafter(0.3)
+    last_stage = make_last_stage(speculation(acceptance), drafter, model=FakeModel(spoilt))
     decode(last_stage, requests, NUM_TOKENS, all_drafts)
+    decode(make_last_stage(None, None, model=FakeModel(spoilt)), plain_requests, NUM_TOKENS, plain)
+    for ours in (requests, plain_requests):
+        assert [item.is_spoilt for item in ours] == [False, False, True, False]
+    assert len(plain_requests[2].token_ids) == 4
+    if acceptance == "shared" or temperature == 0.0:
+        for number in (0, 1, 3):
+            assert_same([requests[number]], [plain_requests[number]])
+        # A window that ends at a spoilt row gives nothing of what was right before it.
+        num_tokens = len(requests[2].token_ids)
+        assert requests[2].token_ids == plain_requests[2].token_ids[:num_tokens]
+
+
+@SPOILT
+def test_what_is_behind_a_rejected_draft_may_be_anything(value: float) -> None:
+    """Logits after a draft that is not the target's are never looked at."""
+    params = [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}]
     theirs = run(params, plain, error=None)
-    for number in (0, 1, 3):
-        assert_same([requests[number]], [theirs[number]])
-    assert all(0 <= token_id < VOCAB_SIZE for token_id in requests[2].token_ids)
+    right = {
+        (*request.prompt, *request.token_ids[:place])
+        for request in theirs
+        for place in range(NUM_TOKENS + 1)
+    }
+    num_spoilt = 0
+
+    def spoilt(prefix: Prefix) -> Tensor:
+        nonlocal num_spoilt
+        logits_V = target_logits(prefix)
+        if prefix in right or len(prefix) > NUM_TOKENS:
+            return logits_V
+        num_spoilt += 1
+        return torch.full_like(logits_V, value)
+
+    requests = decoders(params)
+    last_stage = make_last_stage(speculation(), FakeDrafter(0.4), model=FakeModel(spoilt))
+    decode(last_stage, requests, NUM_TOKENS - 8, all_drafts)
+    assert num_spoilt > 10
+    assert not any(request.is_spoilt for request in requests)
+    for ours, others in zip(requests, theirs, strict=True):
+        assert ours.token_ids == others.token_ids[: len(ours.token_ids)]
+
+
+def first_row(request: Decoder, last_stage: LastStage, **changes: Any) -> RowResult:
+    """What comes of the whole prompt in one segment."""
+    segment = request.segment(len(request.prompt), 0, proposes=True)
+    plan = StepPlan(
+        step=0,
+        segments=(msgspec.structs.replace(segment, **changes),),
+        admissions=(request.entry(),),
+    )
+    ends = range(1, 1 + len(request.prompt))
+    [row] = run_plan(last_stage, plan, FakeStream(request.prompt[:end] for end in ends))
+    return row
+
+
+def test_a_drafter_that_overflows_is_sure_of_nothing() -> None:
+    class Overflowing(FakeDrafter):
+        def propose(self, *args: Any) -> Any:
+            proposal = super().propose(*args)
+            assert proposal is not None and proposal.confidences_NK is not None
+            confidences_NK = proposal.confidences_NK.clone()
+            confidences_NK[:, 1] = torch.nan
+            return proposal._replace(confidences_NK=confidences_NK)
+
+    [request] = decoders([{}])
+    row = first_row(request, make_last_stage(speculation(), Overflowing(0.3)))
+    assert row.is_finite
+    assert row.confidences == (1.0, 0.0, *(1 + place / 64 for place in range(2, NUM_DRAFTS)))
+
+
+def test_the_largest_logits_are_reported_as_they_come_from_the_head() -> None:
+    """Whatever the sampling parameters make of them; equal ones by id."""
+    [request] = decoders([{"temperature": 0.5, "logit_bias": {7: 50.0}, "top_k": 2}])
+    row = first_row(request, make_last_stage(None, None), reports_logits=True, proposes=False)
+    logits_V = target_logits(request.prompt)
+    order = sorted(range(VOCAB_SIZE), key=lambda token_id: (-logits_V[token_id], token_id))
+    assert row.logit_ids == tuple(order[:16])
+    assert row.logits == tuple(logits_V[list(row.logit_ids)].tolist())
+    assert row.token_ids == (7,)
 
 
 def test_context_is_written_in_every_step_and_before_the_block() -> None:
@@ -236,10 +323,10 @@ def test_without_a_confidence_head_there_are_none() -> None:
     requests = decoders([{}, {"logprobs": 1}])
     last_stage = make_last_stage(speculation(), drafter)
     rows = []
-    run_plan = last_stage.run
+    original = last_stage.run
 
     def record(*args: Any) -> Any:
-        rows.append(run_plan(*args))
+        rows.append(original(*args))
         return rows[-1]
 
     last_stage.run = record  # type: ignore[method-assign]
@@ -330,14 +417,6 @@ def test_every_rank_of_the_stage_runs_the_same_blocks() -> None:
         for one, other in zip(ours[:3], theirs[:3], strict=True):
             assert torch.equal(one, other)
     assert second._table is None
-
-
-def test_numbers_of_all_kinds_come_over_exactly() -> None:
-    ids = torch.tensor([2**40 + 1, 7])
-    reals = torch.tensor([[0.1, 2**-30]], dtype=torch.float64)
-    halves = torch.tensor([0.5], dtype=torch.bfloat16)
-    assert _to_host(ids, None, reals, halves) == [[2**40 + 1, 7], [], [0.1, 2**-30], [0.5]]
-    assert _to_host(ids, None) == [[2**40 + 1, 7], []]
 
 
 def test_time_in_the_head_and_the_drafter_is_counted() -> None:

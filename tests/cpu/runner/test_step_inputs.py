@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.kernels.chunk_layout import lay_out_chunks
 from stagecoach.kernels.ragged import BlockRun, SegmentGroup, StepTensors
 from stagecoach.runner.step_inputs import (
     build_block_inputs,
@@ -18,7 +19,7 @@ from stagecoach.runner.step_inputs import (
     build_target_inputs,
     split_by_shape,
 )
-from stagecoach.schedule.step_plan import Segment, StepPlan, pack_page_table
+from stagecoach.schedule.step_plan import Save, Segment, StepPlan, pack_page_table
 
 pytestmark = pytest.mark.cpu
 
@@ -54,6 +55,9 @@ def cases(draw: st.DrawFn) -> Case:
         num_targets = draw(st.integers(1, length)) if has_targets else 0
         token_ids = draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
         targets = draw(st.lists(st.integers(0, 999), min_size=num_targets, max_size=num_targets))
+        replay = draw(st.integers(0, 3)) if start else 0
+        first, last = (start - replay, start + 1) if is_window else (start, start + length)
+        positions = draw(st.lists(st.integers(first + 1, last), max_size=3, unique=True))
         segments.append(
             Segment(
                 request_id=100 + index,
@@ -62,8 +66,12 @@ def cases(draw: st.DrawFn) -> Case:
                 token_ids=tuple(token_ids),
                 num_draft_tokens=length - 1 if is_window else 0,
                 read_slot=0 if start == 0 else 20 + index,
-                replay=draw(st.integers(0, 3)) if start else 0,
+                replay=replay,
                 write_slot=40 + index,
+                saves=tuple(
+                    Save(position, 100 + 3 * index + number)
+                    for number, position in enumerate(positions)
+                ),
                 page_table=pack_page_table(pages),
                 sampling_row=sampling_row,
                 proposes=sampling_row is not None and draw(st.booleans()),
@@ -131,6 +139,50 @@ def test_a_group_holds_its_segments_numbers_and_contexts(case: Case) -> None:
         ]
         for tensor in tensors(group):
             assert tensor.dtype == (torch.bool if tensor is group.is_real_BW else torch.int64)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_saves_are_in_the_order_in_which_their_states_are_passed(case: Case) -> None:
+    for group, segments in groups_of(case):
+        expected = []
+        for index, segment in enumerate(segments):
+            for save in segment.saves:
+                num_tokens = save.position - segment.start
+                # Replayed rows come first, then tokens; a segment has its own rows of them.
+                before = segment.replay if num_tokens <= 0 else group.max_replay
+                expected.append((before + num_tokens, index, num_tokens, save.slot))
+        if not expected:
+            assert group.saves is None
+            continue
+        assert group.saves is not None
+        states, num_tokens_E = group.saves
+        rows = zip(
+            states.stops,
+            states.rows_E.tolist(),
+            num_tokens_E.tolist(),
+            states.slots_E.tolist(),
+            strict=True,
+        )
+        assert sorted(rows) == sorted(expected)
+        assert list(states.stops) == sorted(states.stops) and min(states.stops) > 0
+        for tensor in (states.rows_E, states.slots_E, num_tokens_E):
+            assert tensor.dtype == torch.int64
+
+
+@settings(deadline=None)
+@given(cases())
+def test_chunks_know_their_layout_and_the_saves_in_it(case: Case) -> None:
+    for group, segments in groups_of(case):
+        if segments[0].is_window:
+            assert group.chunk_layout is None
+            continue
+        layout = group.chunk_layout
+        expected = lay_out_chunks(group.lengths_B.numpy(), group.saves)
+        assert layout is not None
+        assert (layout.saves is None) == (group.saves is None)
+        assert layout.num_segments_N == expected.num_segments_N
+        assert torch.equal(layout.token_JC, expected.token_JC)
 
 
 def chunk(index: int, start: int, length: int) -> Segment:

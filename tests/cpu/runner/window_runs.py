@@ -57,15 +57,23 @@ def other_logits(prefix: Prefix) -> Tensor:
     return target_logits((*prefix, -1))
 
 
+class FakeStream(list[Prefix]):
+    """The tokens before and at each place of the flat axis, all of them finite."""
+
+    @property
+    def partial_TH(self) -> Tensor:
+        return torch.zeros(len(self), 1)
+
+
 class FakeModel:
-    """Its stream is the tokens before and at each place of the flat axis."""
+    """Makes logits of a FakeStream."""
 
     config = SimpleNamespace(vocab_size=VOCAB_SIZE)
 
     def __init__(self, logits: Callable[[Prefix], Tensor] = target_logits) -> None:
         self._logits = logits
 
-    def logits(self, stream: list[Prefix], token_index_R: Tensor) -> Tensor:
+    def logits(self, stream: FakeStream, token_index_R: Tensor) -> Tensor:
         return torch.stack([self._logits(stream[index]) for index in token_index_R.tolist()])
 
 
@@ -85,6 +93,9 @@ class FakeDrafter:
         self.calls.append("write")
         pairs = zip(step.cache_rows_T.tolist(), step.token_ids_T.tolist(), strict=True)
         self._token_of_row.update(pairs)
+
+    def finish_context(self) -> None:
+        """Rows are written at once."""
 
     def propose(
         self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
@@ -130,6 +141,7 @@ class Decoder:
     drafts: tuple[int, ...] = ()
     num_computed: int = 0
     rows: list[tuple[int, int]] = field(default_factory=list)  # (drafts verified, tokens) of each
+    is_spoilt: bool = False  # something was not finite: it has ended
 
     @property
     def known(self) -> Prefix:
@@ -167,6 +179,10 @@ class Decoder:
         )
 
     def commit(self, segment: Segment, row: RowResult) -> None:
+        if not row.is_finite:
+            assert row == RowResult(request_id=self.number, epoch=0, token_ids=(), is_finite=False)
+            self.is_spoilt = True
+            return
         num_certain = segment.num_tokens - segment.num_draft_tokens
         if segment.sampling_row is None:
             assert not row.token_ids and not row.draft_token_ids
@@ -249,12 +265,26 @@ def speculation(
     )
 
 
+def run_plan(last_stage: LastStage, plan: StepPlan, stream: FakeStream) -> tuple[RowResult, ...]:
+    rows = last_stage.run(
+        plan,
+        build_step_tensors(plan, BLOCK_SIZE),
+        cast(ResidualStream, stream),
+        torch.zeros(plan.num_tokens, 1, 1),
+        torch.zeros(1, 1, 1),
+    )
+    assert rows is not None
+    return rows
+
+
 def decode(
     last_stage: LastStage, requests: list[Decoder], num_tokens: int, schedule: Schedule
 ) -> None:
     """Every request to `num_tokens` output tokens or a few more."""
     step = 0
-    while running := [item for item in requests if len(item.token_ids) < num_tokens]:
+    while running := [
+        item for item in requests if len(item.token_ids) < num_tokens and not item.is_spoilt
+    ]:
         parts = []
         for item in running:
             chunk, most_drafts, proposes = schedule(step, item)
@@ -273,19 +303,12 @@ def decode(
                 if segment.sampling_row is not None and not item.token_ids
             ),
         )
-        stream = [
+        stream = FakeStream(
             (*item.known[: segment.start], *segment.token_ids[: place + 1])
             for segment, item in parts
             for place in range(segment.num_tokens)
-        ]
-        rows = last_stage.run(
-            plan,
-            build_step_tensors(plan, BLOCK_SIZE),
-            cast(ResidualStream, stream),
-            torch.zeros(plan.num_tokens, 1, 1),
-            torch.zeros(1, 1, 1),
         )
-        assert rows is not None
+        rows = run_plan(last_stage, plan, stream)
         for (segment, item), row in zip(parts, rows, strict=True):
             item.commit(segment, row)
         step += 1

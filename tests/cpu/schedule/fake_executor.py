@@ -1,27 +1,23 @@
-"""Stages that execute step plans on simulated memory, without a tensor.
+"""A pipeline of stages that execute step plans on simulated memory, and a scheduler over it.
 
-A KDA state is a fold over all tokens and a cache row is a function of the tokens before it, so
-one number, the hash of a token prefix, stands for both: a slot holds the hash of the prefix that
-it is the state of and, as its record, the drafts behind it; a page row the hash of the prefix
-that ends with its token. A stage folds what the segment replays and asserts that it then stands
-exactly before the segment, that every page row it reads holds the prefix that the segment claims,
-and freshly poisoned memory holds nothing. The next token is a function of the prefix alone, so
-that every schedule of a request must give the same output as `one_shot`.
+The next token is a function of the prefix alone, so that every schedule of a request must give
+the same output as `one_shot`. `fake_stage.py` says what is proved of memory on the way.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
 
+from stagecoach.cache.memory_plan import MemoryPlan
+from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.request import Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
+from stagecoach.schedule.shadow import Shadows
 from stagecoach.schedule.step_plan import (
-    NULL_PAGE,
-    ZERO_SLOT,
     RowResult,
     SamplingEntry,
     Segment,
@@ -30,24 +26,11 @@ from stagecoach.schedule.step_plan import (
 )
 from stagecoach.schedule.verify_window import VerifyWindow
 from tests.cpu.schedule.fake_drafter import FakeDrafter, FakePolicy
+from tests.cpu.schedule.fake_stage import BAD, NAN, VOCAB_SIZE, Stage, extend, prefix_hashes
+from tests.cpu.schedule.promises import check_head, check_nothing_is_kept
 
-VOCAB_SIZE = 13
 EOS = 0
-EMPTY_PREFIX = 1
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-def extend(prefix: int, token_id: int) -> int:
-    return (prefix * 1_000_003 + token_id + 1) % (2**61 - 1)
-
-
-def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
-    """Entry i is the hash of the first i + 1 tokens."""
-    hashes, prefix = [], EMPTY_PREFIX
-    for token_id in token_ids:
-        prefix = extend(prefix, token_id)
-        hashes.append(prefix)
-    return hashes
 
 
 def next_token(prefix: int, seed: int, masked: Sequence[int]) -> int:
@@ -76,8 +59,12 @@ def one_shot(prompt: Sequence[int], params: SamplingParams, seed: int, max_token
     prompt_logprobs = []
     if params.prompt_logprobs is not None:
         prompt_logprobs = [
-            token_logprob(prefix, token) for prefix, token in zip(hashes, prompt[1:], strict=False)
+            token_logprob(prefix, token)
+            for prefix, token in zip(hashes, prompt[1:], strict=False)
+            if prefix != NAN
         ]
+    if BAD in prompt:
+        return Outcome([], [], prompt_logprobs, "error")
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     outputs, logprobs, prefix, reason = [], [], hashes[-1], "length"
     for index in range(max_tokens):
@@ -93,94 +80,41 @@ def one_shot(prompt: Sequence[int], params: SamplingParams, seed: int, max_token
     )
 
 
-class SlotContent(NamedTuple):
-    prefix: int  # hash of the tokens that the state is the fold of
-    record: tuple[int, ...] = ()  # the drafts behind them
-
-
-class Stage:
-    """One stage's simulated memory. None is NaN: nobody may read it."""
-
-    def __init__(self, num_pages: int, num_slots: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: list[SlotContent | None] = [None] * num_slots
-        self.slots[ZERO_SLOT] = SlotContent(EMPTY_PREFIX)
-        self.pages: list[list[int | None]] = [[None] * block_size for _ in range(num_pages)]
-
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """Execute the plan; per segment the hash of the prefix that each token ends."""
-        for page in plan.poison_pages:
-            self.pages[page] = [None] * self.block_size
-        for slot in plan.poison_slots:
-            self.slots[slot] = None
-        inputs = [self.slots[segment.read_slot] for segment in plan.segments]
-        return [
-            self._run_segment(plan, segment, content)
-            for segment, content in zip(plan.segments, inputs, strict=True)
-        ]
-
-    def _run_segment(
-        self, plan: StepPlan, segment: Segment, content: SlotContent | None
-    ) -> list[int]:
-        assert content is not None, f"reads a poisoned slot:\n{plan.marked(segment)}"
-        assert segment.replay <= len(content.record), f"no such record:\n{plan.marked(segment)}"
-        prefix = content.prefix
-        for token_id in content.record[: segment.replay]:
-            prefix = extend(prefix, token_id)
-        pages = segment.page_ids
-        assert NULL_PAGE not in pages and len(set(pages)) == len(pages), plan.marked(segment)
-        if segment.start:
-            page, row = divmod(segment.start - 1, self.block_size)
-            assert self.pages[pages[page]][row] == prefix, (
-                f"state and pages differ:\n{plan.marked(segment)}"
-            )
-        hashes = []
-        for position, token_id in enumerate(segment.token_ids, start=segment.start):
-            prefix = extend(prefix, token_id)
-            page, row = divmod(position, self.block_size)
-            self.pages[pages[page]][row] = prefix
-            hashes.append(prefix)
-        num_certain = segment.num_tokens - segment.num_draft_tokens
-        self.slots[segment.write_slot] = SlotContent(
-            hashes[num_certain - 1], segment.token_ids[num_certain:]
-        )
-        return hashes
-
-    def check_history(self, plan: StepPlan, segment: Segment, token_ids: Sequence[int]) -> None:
-        """After the plan: slot and pages hold exactly the prefixes of `token_ids`."""
-        hashes = prefix_hashes(token_ids)
-        assert len(hashes) == segment.end, plan.marked(segment)
-        num_certain = segment.end - segment.num_draft_tokens
-        expected_slot = SlotContent(hashes[num_certain - 1], tuple(token_ids[num_certain:]))
-        assert self.slots[segment.write_slot] == expected_slot, plan.marked(segment)
-        for position, expected in enumerate(hashes):
-            page, row = divmod(position, self.block_size)
-            assert self.pages[segment.page_ids[page]][row] == expected, (
-                f"wrong history at {position}:\n{plan.marked(segment)}"
-            )
-
-
 class FakeExecutor:
     """A pipeline of stages; each runs its plans in order, whenever it is told to."""
 
     def __init__(
         self,
         num_stages: int,
-        num_pages: int,
-        num_slots: int,
+        memory: MemoryPlan,
         block_size: int,
         drafter: FakeDrafter | None = None,
     ) -> None:
         self.drafter = drafter
-        self.stages = [Stage(num_pages, num_slots, block_size) for _ in range(num_stages)]
+        self.stages = [Stage(memory, block_size) for _ in range(num_stages)]
         self.inboxes: list[deque[bytes]] = [deque() for _ in range(num_stages)]
         self.num_run = [0] * num_stages
         self.table: dict[int, SamplingEntry] = {}
         self.results: deque[StepResult] = deque()
-        # Tokens of each admission as the plans named them: the history that memory must hold.
+        # Tokens of each admission as the plans named them, and as they were at each plan: the
+        # history that memory must hold.
         self.histories: dict[tuple[int, int], list[int]] = {}
+        self.at_step: dict[int, list[tuple[int, ...]]] = {}
+        self.break_rows: Callable[[Segment], bool] = lambda segment: False
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, skipped: Callable[[Segment], Sequence[int]]) -> None:
+        """Send a plan to the stages.
+
+        Args:
+            skipped: tokens before the first segment of an admission: those of its hit.
+        """
+        self.at_step[plan.step] = []
+        for segment in plan.segments:
+            key = (segment.request_id, segment.epoch)
+            history = self.histories.setdefault(key, list(skipped(segment)))
+            assert len(history) >= segment.start, plan.marked(segment)
+            history[segment.start :] = segment.token_ids  # rejected drafts are overwritten
+            self.at_step[plan.step].append(tuple(history))
         for inbox in self.inboxes:
             inbox.append(plan.encode())
 
@@ -191,18 +125,17 @@ class FakeExecutor:
     def advance(self, stage: int) -> None:
         """Let a stage run its next plan; the last one answers."""
         plan = StepPlan.decode(self.inboxes[stage].popleft())
-        hashes = self.stages[stage].run(plan)
+        hashes = self.stages[stage].run(plan, self.at_step[plan.step])
         self.num_run[stage] += 1
         if stage < len(self.stages) - 1:
             return
-        for segment in plan.segments:
-            history = self.histories.setdefault((segment.request_id, segment.epoch), [])
-            assert len(history) >= segment.start, plan.marked(segment)
-            history[segment.start :] = segment.token_ids  # rejected drafts are overwritten
-            self.stages[stage].check_history(plan, segment, history)
         self.table.update((entry.row, entry) for entry in plan.admissions)
         rows = tuple(map(self._row, plan.segments, hashes))
-        self.results.append(StepResult(step=plan.step, digest=plan.digest(), rows=rows))
+        # A stage asserts itself that the states are equal.
+        differences = (0.0,) * len(plan.comparisons)
+        self.results.append(
+            StepResult(step=plan.step, digest=plan.digest(), rows=rows, differences=differences)
+        )
 
     def drain(self) -> None:
         """Run everything that was launched."""
@@ -211,6 +144,13 @@ class FakeExecutor:
                 self.advance(stage)
 
     def _row(self, segment: Segment, hashes: list[int]) -> RowResult:
+        if hashes[-1] == NAN or self.break_rows(segment):
+            return RowResult(
+                request_id=segment.request_id,
+                epoch=segment.epoch,
+                token_ids=(),
+                is_finite=False,
+            )
         prompt_logprobs = tuple(
             token_logprob(prefix, target)
             for prefix, target in zip(hashes, segment.prompt_logprob_targets, strict=False)
@@ -238,6 +178,8 @@ class FakeExecutor:
             logprobs = tuple(map(token_logprob, prefixes, token_ids))
             row = msgspec.structs.replace(row, logprobs=logprobs)
         row = msgspec.structs.replace(row, token_ids=token_ids)
+        if segment.reports_logits:
+            row = msgspec.structs.replace(row, logit_ids=(0,), logits=(float(prefixes[0] % 997),))
         if not segment.proposes:
             return row
         assert self.drafter is not None, f"proposes without a drafter: {segment}"
@@ -268,8 +210,57 @@ class Limits(NamedTuple):
     block_size: int = 4
     max_model_len: int = 64
     num_pages: int = 65
-    num_slots: int | None = None  # None: one a sequence
+    num_live_slots: int | None = None  # None: one a sequence
+    num_checkpoint_slots: int = 0
     num_draft_tokens: int = 0
+    has_prefix_cache: bool = False
+    state_checkpoint_interval: int = 8
+    num_host_pages: int = 0
+    num_host_slots: int = 0
+    verify_rate: float = 0.0
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan(
+            num_pages=self.num_pages,
+            num_slots=1 + (self.num_live_slots or self.max_num_seqs) + self.num_checkpoint_slots,
+            num_host_pages=self.num_host_pages,
+            num_host_slots=self.num_host_slots,
+        )
+
+
+def make_scheduler(
+    limits: Limits,
+    *,
+    policy: FakePolicy | None = None,
+    first_step: int = 0,
+    debug_poison: bool = False,
+) -> Scheduler:
+    """A scheduler of these sizes over its own cache."""
+    cache = PrefixCache(
+        **msgspec.structs.asdict(limits.memory),
+        block_size=limits.block_size,
+        is_enabled=limits.has_prefix_cache,
+        debug_poison=debug_poison,
+    )
+    shadows = Shadows(cache, rate=limits.verify_rate, tolerance=0.0, num_workers=1)
+    return Scheduler(
+        num_stages=limits.num_stages,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
+        cache=cache,
+        cache_root=b"root",
+        state_checkpoint_interval=limits.state_checkpoint_interval,
+        eos_token_ids=(EOS,),
+        vocab_size=VOCAB_SIZE + 1,
+        policy=cast(DraftPolicy | None, policy),
+        num_draft_tokens=limits.num_draft_tokens,
+        first_step=first_step,
+        shadows=shadows,
+        debug_poison=debug_poison,
+    )
 
 
 class Harness:
@@ -287,33 +278,35 @@ class Harness:
         if limits.num_draft_tokens:
             policy = policy or FakePolicy()
             drafter = drafter or FakeDrafter(limits.num_draft_tokens)
-        num_slots = limits.num_slots or limits.max_num_seqs + 1
         self.limits = limits
-        self.scheduler = Scheduler(
-            **{**limits._asdict(), "num_slots": num_slots},
-            eos_token_ids=(EOS,),
-            vocab_size=VOCAB_SIZE,
-            policy=cast(DraftPolicy | None, policy),
-            debug_poison=debug_poison,
-        )
-        self.executor = FakeExecutor(
-            limits.num_stages, limits.num_pages, num_slots, limits.block_size, drafter
-        )
+        self.scheduler = make_scheduler(limits, policy=policy, debug_poison=debug_poison)
+        self.executor = FakeExecutor(limits.num_stages, limits.memory, limits.block_size, drafter)
         self.policy = policy
         self.requests: dict[int, Request] = {}
+        self.shadows: dict[int, Request] = {}
         self.progress: dict[int, list[Progress]] = {}
         self.plans: list[StepPlan] = []
         self._committed = 0
         self._ends: dict[tuple[int, int], int] = {}
         self._samples_in_flight: set[tuple[int, int]] = set()
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, seed: int = 0) -> Request:
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int = 0,
+        *,
+        cache_salt: str | None = None,
+        checkpoint_position: int | None = None,
+    ) -> Request:
         request = Request(
             request_id=100 + len(self.requests),
             prompt_token_ids=tuple(prompt),
             params=params,
             seed=seed,
             max_tokens=params.max_tokens or self.limits.max_model_len,
+            cache_salt=cache_salt,
+            checkpoint_position=checkpoint_position,
         )
         self.scheduler.add(request)
         self.requests[request.request_id] = request
@@ -333,13 +326,17 @@ class Harness:
         }
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
+        check_head(self.scheduler, self.limits.block_size)
         for request_id, (num_preemptions, is_idle) in was_idle.items():
             if self.requests[request_id].num_preemptions > num_preemptions:
                 assert is_idle, f"preempted with a plan in flight: {self.requests[request_id]}"
         if plan is not None:
+            for request in self.scheduler.plan_in_flight(plan.step).requests:
+                if request.is_shadow:
+                    self.shadows[request.request_id] = request
             self._check_plan(plan)
             self.plans.append(plan)
-            self.executor.launch(plan)
+            self.executor.launch(plan, self._skipped)
         return plan
 
     def commit(self) -> list[Progress]:
@@ -351,7 +348,7 @@ class Harness:
         items = self.scheduler.commit(result)
         self._committed += 1
         for segment, row in zip(plan.segments, result.rows, strict=True):
-            if segment.sampling_row is not None:
+            if segment.sampling_row is not None and row.is_finite:
                 key = (segment.request_id, segment.epoch)
                 self._samples_in_flight.discard(key)
                 self._ends[key] = segment.end - segment.num_draft_tokens + len(row.token_ids) - 1
@@ -360,6 +357,12 @@ class Harness:
             self.progress[item.request_id].append(item)
         self.scheduler.check_integrity()
         return items
+
+    def _skipped(self, segment: Segment) -> tuple[int, ...]:
+        return self._request(segment.request_id).token_ids(0, segment.start)
+
+    def _request(self, request_id: int) -> Request:
+        return self.requests.get(request_id) or self.shadows[request_id]
 
     def is_ended(self, request_id: int) -> bool:
         return any(item.finish_reason for item in self.progress[request_id])
@@ -375,6 +378,7 @@ class Harness:
             num_passes += 1
             assert num_passes < limit, f"livelock: {self.scheduler}"
         self.scheduler.check_idle()
+        check_nothing_is_kept(self.scheduler)
 
     def check_outcomes(self) -> None:
         """Every request that was not aborted gave what it gives alone; an aborted one a prefix."""
@@ -390,15 +394,28 @@ class Harness:
             assert reason is not None and sum(bool(item.finish_reason) for item in items) == 1
             assert token_ids == request.output_token_ids
             assert logprobs == expected.logprobs[: len(logprobs)]
-            if reason.value == "abort":
+            assert reason.value in ("abort", "error") or BAD not in request.prompt_token_ids
+            if reason.value in ("abort", "error"):
                 assert token_ids == expected.token_ids[: len(token_ids)]
                 assert prompt_logprobs == expected.prompt_logprobs[: len(prompt_logprobs)]
             else:
                 actual = Outcome(token_ids, logprobs, prompt_logprobs, reason.value)
                 assert actual == expected, f"request {request_id}"
             self._check_counts(request, items[-1])
+            self._check_tenant(request)
         if self.policy is not None:
-            assert sorted(self.policy.forgotten) == sorted(self.requests)
+            assert sorted(self.policy.forgotten) == sorted([*self.requests, *self.shadows])
+
+    def _check_tenant(self, request: Request) -> None:
+        """What a request has not computed, another one with its salt has."""
+        num_cached = request.num_cached_tokens
+        prefix = request.token_ids(0, num_cached)
+        assert not num_cached or any(
+            other is not request
+            and other.cache_salt == request.cache_salt
+            and other.token_ids(0, min(num_cached, other.num_tokens)) == prefix
+            for other in self.requests.values()
+        ), f"request {request.request_id} reads what another tenant computed"
 
     def _check_counts(self, request: Request, last: Progress) -> None:
         """I36: as the policy was told, which counts only rows that verified drafts."""
@@ -417,17 +434,21 @@ class Harness:
         assert plan.num_tokens <= limits.max_num_batched_tokens, f"over the budget:\n{plan}"
         assert len(plan.segments) <= limits.max_num_seqs, f"too many requests:\n{plan}"
         for entry in plan.admissions:
-            request = self.requests[entry.request_id]
+            request = self._request(entry.request_id)
             counted = request.token_ids(0, request.num_tokens)
             assert entry.token_ids == (counted if request.params.has_penalties else ())
         for segment in plan.segments:
             key = (segment.request_id, segment.epoch)
-            request = self.requests[segment.request_id]
+            request = self._request(segment.request_id)
             assert segment.epoch == request.epoch, f"preempted in its own plan:\n{plan}"
             assert key not in self._samples_in_flight, (
                 f"planned with a sample in flight:\n{plan.marked(segment)}"
             )
-            assert segment.start == self._ends.get(key, 0), (
+            if key not in self._ends:
+                assert segment.start < request.num_tokens
+                if not request.num_preemptions:
+                    assert segment.start == request.num_cached_tokens < request.num_prompt_tokens
+            assert segment.start == self._ends.get(key, segment.start), (
                 f"spans are not adjacent:\n{plan.marked(segment)}"
             )
             self._ends[key] = segment.end
@@ -437,6 +458,8 @@ class Harness:
             # A window may have left pages that its drafts filled in vain.
             fewest = -(-segment.end // limits.block_size)
             most = -(-(certain_end + limits.num_draft_tokens) // limits.block_size)
+            if request.is_shadow:  # it takes all its pages at the start
+                most = -(-request.num_tokens // limits.block_size)
             assert fewest <= len(segment.page_ids) <= most, f"bad pages:\n{plan.marked(segment)}"
             is_final = certain_end == request.num_tokens
             assert (segment.sampling_row is not None) == is_final, plan.marked(segment)

@@ -4,6 +4,7 @@ import pytest
 
 from stagecoach.errors import RequestError
 from stagecoach.schedule.admission import (
+    check_checkpoint_position,
     check_fits_pool,
     check_min_tokens,
     longest_computed,
@@ -80,22 +81,25 @@ def test_an_admission_promises_the_committed_tokens_and_one_decode_step(
 
 
 @pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({}, True),
-        ({"num_running": 4}, False),
-        ({"num_free_slots": 0}, False),
-        ({"num_free_pages": 5}, False),
-        ({"num_needed_pages": 10}, True),
-        ({"num_needed_pages": 11}, False),
-    ],
+    ("has_slot", "num_free_pages", "num_needed_pages", "allowed"),
+    [(True, 6, 6, True), (True, 5, 6, False), (False, 6, 6, False), (True, 0, 0, True)],
 )
-def test_may_start(changes: dict[str, int], *, allowed: bool) -> None:
-    numbers = {
-        "num_running": 3,
-        "max_num_seqs": 4,
-        "num_free_slots": 1,
-        "num_free_pages": 10,
-        "num_needed_pages": 6,
-    }
-    assert may_start(**{**numbers, **changes}) is allowed
+def test_may_start(
+    num_free_pages: int, num_needed_pages: int, *, has_slot: bool, allowed: bool
+) -> None:
+    answer = may_start(
+        has_slot=has_slot, num_free_pages=num_free_pages, num_needed_pages=num_needed_pages
+    )
+    assert answer is allowed
+
+
+@pytest.mark.parametrize("position", [None, 0, 1, 5])
+def test_a_checkpoint_position_within_the_prompt_is_taken(position: int | None) -> None:
+    check_checkpoint_position(position, 5)
+
+
+@pytest.mark.parametrize("position", [-1, 6])
+def test_a_checkpoint_position_elsewhere_is_refused(position: int) -> None:
+    with pytest.raises(RequestError, match=f"the prompt's 5 tokens, not {position}") as error:
+        check_checkpoint_position(position, 5)
+    assert error.value.field == "checkpoint_position"

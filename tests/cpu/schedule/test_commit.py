@@ -205,3 +205,25 @@ def test_a_row_that_does_not_answer_its_segment_is_fatal(
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         apply_row(make_request(logprobs=0, prompt_logprobs=0), segment, row, EOS_TOKEN_IDS)
+
+
+@pytest.mark.parametrize("sampling_row", [None, 2])
+def test_a_row_that_is_not_finite_ends_the_request_with_the_reason(
+    sampling_row: int | None,
+) -> None:
+    """Whatever else it carries: no token, no logprob and no draft of it counts."""
+    request = make_request(logprobs=0, prompt_logprobs=0)
+    request.num_cached_tokens = 1
+    segment = make_segment(1, (6, 7, 8), sampling_row=sampling_row)
+    row = RowResult(request_id=3, epoch=0, token_ids=(), is_finite=False)
+    item = apply_row(request, segment, row, EOS_TOKEN_IDS)
+    assert item == Progress(
+        request_id=3,
+        finish_reason=FinishReason.ERROR,
+        error=(
+            "NonFiniteError: NaN or infinity in what was computed for tokens [1, 4) of the request"
+        ),
+        num_cached_tokens=1,
+        steps=1,
+    )
+    assert request.output_token_ids == [] and request.num_plans_in_flight == 1

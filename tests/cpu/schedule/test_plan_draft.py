@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
+from stagecoach.cache.memory_moves import MemoryMoves
+from stagecoach.cache.prefix_hash import prefix_digest
+from stagecoach.cache.state_slots import ZERO_SLOT
 from stagecoach.request import Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.plan_draft import PlanDraft
+from stagecoach.schedule.step_plan import Save
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 
@@ -44,6 +48,7 @@ def test_prompt_logprob_targets(
     request.num_computed = start
     request.prompt_logprobs.extend([TokenLogprobs(0, 0.0, 1)] * num_delivered)
     draft = PlanDraft(100, frozenset())
+    request.read_slot = 4 if start else ZERO_SLOT
     draft.add_chunk(request, length)
     [segment] = draft.finish(0).segments
     assert (segment.prompt_logprob_targets, segment.num_prompt_logprobs) == (targets, 3)
@@ -65,14 +70,15 @@ def test_a_request_advances_as_its_segment_is_added() -> None:
 def test_a_window_is_the_newest_token() -> None:
     request = make_request()
     request.output_token_ids.extend((20, 21))
-    request.num_computed = 7
+    request.num_computed, request.read_slot = 7, 4
     draft = PlanDraft(10, frozenset())
     draft.add_window(request)
-    plan = draft.finish(9, dirty_pages=[5, 3], dirty_slots=[2, 1])
+    moves = MemoryMoves(scrub_pages=(3, 5))
+    plan = draft.finish(9, moves)
     [segment] = plan.segments
     assert (segment.start, segment.token_ids, segment.sampling_row) == (7, (21,), 2)
     assert (segment.read_slot, segment.write_slot, segment.page_ids) == (4, 4, (7, 8))
-    assert (plan.step, plan.poison_pages, plan.poison_slots) == (9, (3, 5), (1, 2))
+    assert (plan.step, plan.moves) == (9, moves)
     assert not plan.admissions
 
 
@@ -81,7 +87,7 @@ def test_a_window_takes_the_first_drafts_and_uses_all_of_them_up() -> None:
     for num_drafts in range(4):
         request = make_request()
         request.output_token_ids.append(20)
-        request.num_computed, request.num_replay = 6, 2
+        request.num_computed, request.num_replay, request.read_slot = 6, 2, 4
         request.draft_token_ids, request.confidences = (21, 22, 23), (0.9, 0.8, 0.7)
         draft = PlanDraft(10, frozenset())
         draft.add_window(request, num_drafts, proposes=True)
@@ -101,3 +107,18 @@ def test_only_what_samples_may_propose() -> None:
     draft.add_chunk(make_request(), 6, proposes=True)
     [segment] = draft.finish(0).segments
     assert segment.proposes and segment.sampling_row == 2
+
+
+def test_the_first_segment_after_a_hit_reads_the_checkpoint_and_later_ones_their_own_slot() -> None:
+    request = make_request()
+    request.num_computed, request.num_replay, request.read_slot = 3, 1, 9
+    draft = PlanDraft(10, frozenset(), has_digests=True)
+    draft.add_chunk(request, 2, saves=(Save(4, 6),))
+    [first] = draft.finish(0).segments
+    assert (first.start, first.read_slot, first.replay, first.write_slot) == (3, 9, 1, 4)
+    assert first.saves == (Save(4, 6),) and first.read_digest == prefix_digest(PROMPT[:3])
+    draft = PlanDraft(10, frozenset())
+    draft.add_chunk(request, 1)
+    [second] = draft.finish(1).segments
+    assert (second.start, second.read_slot, second.replay, second.write_slot) == (5, 4, 0, 4)
+    assert second.saves == () and second.read_digest == b""

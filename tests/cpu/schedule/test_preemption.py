@@ -204,15 +204,15 @@ def test_freed_memory_is_poisoned_before_the_next_plan_runs() -> None:
     gone = harness.add(prompt(8), LONG)
     harness.add(prompt(3), LONG)
     first = harness.launch()
-    assert first is not None and not first.poison_pages and not first.poison_slots
+    assert first is not None and not first.moves.scrub_pages and not first.moves.scrub_slots
     pages, slot = tuple(sorted(gone.page_ids)), gone.slot
     harness.abort(gone)
     second = harness.launch()
     assert second is not None
-    assert (second.poison_pages, second.poison_slots) == (pages, (slot,))
+    assert (second.moves.scrub_pages, second.moves.scrub_slots) == (pages, (slot,))
     assert second.segments[0].write_slot == slot, "the heir's memory is poisoned as well"
     harness.finish()
-    assert all(not plan.poison_pages for plan in harness.plans[2:])
+    assert all(not plan.moves.scrub_pages for plan in harness.plans[2:])
 
 
 def test_nothing_is_poisoned_outside_debug_mode() -> None:
@@ -222,7 +222,7 @@ def test_nothing_is_poisoned_outside_debug_mode() -> None:
     harness.launch()
     harness.abort(gone)
     harness.finish()
-    assert all(not plan.poison_pages and not plan.poison_slots for plan in harness.plans)
+    assert all(not plan.moves.scrub_pages and not plan.moves.scrub_slots for plan in harness.plans)
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:

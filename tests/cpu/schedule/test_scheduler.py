@@ -2,20 +2,20 @@
 
 import pytest
 
-from stagecoach.errors import PlanDivergenceError, RequestError
+from stagecoach.errors import PlanDivergenceError, RequestError, StalledError
 from stagecoach.request import FinishReason, Request, SamplingParams
-from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.step_plan import StepPlan, StepResult
 from tests.cpu.schedule.fake_executor import (
     EOS,
     LONG,
-    VOCAB_SIZE,
     Harness,
     Limits,
     decode_until_ready,
+    make_scheduler,
     prompt,
     spans,
 )
+from tests.cpu.schedule.fake_stage import VOCAB_SIZE
 
 
 def test_chunks_without_results_are_adjacent_and_cover_the_prompt() -> None:
@@ -191,7 +191,7 @@ def test_cohorts_keep_every_stage_busy() -> None:
 
 
 def test_admission_is_first_come_first_served_and_needs_a_slot() -> None:
-    harness = Harness(Limits(max_num_seqs=4, num_slots=3, max_num_batched_tokens=64))
+    harness = Harness(Limits(max_num_seqs=4, num_live_slots=2, max_num_batched_tokens=64))
     for first in range(3):
         harness.add(prompt(2, first), SamplingParams(max_tokens=1, ignore_eos=True))
     assert [segment[0] for segment in spans(harness.launch())] == [100, 101]
@@ -258,7 +258,7 @@ def test_prompt_logprob_targets_follow_each_row_inside_the_prompt() -> None:
         (3, {"max_tokens": 10**9}, "max_tokens"),
         (14, {"min_tokens": 11, "max_tokens": None}, "min_tokens"),  # room for 10
         (3, {"temperature": float("nan")}, "temperature"),
-        (3, {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids"),
+        (3, {"stop_token_ids": (VOCAB_SIZE + 1,)}, "stop_token_ids"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_leaves_no_trace(
@@ -289,12 +289,15 @@ def test_a_budget_below_a_page_makes_progress(budget: int) -> None:
     harness.check_outcomes()
 
 
-def test_a_silent_stall_is_an_assertion_with_the_numbers() -> None:
+def test_a_silent_stall_is_an_error_that_names_what_is_wanted() -> None:
     harness = Harness(Limits(num_pages=1 + 4, max_model_len=16))
     harness.add(prompt(6), SamplingParams(max_tokens=4))
-    harness.scheduler._memory.pages.take(4)  # lost memory: nobody will ever free it
-    with pytest.raises(AssertionError, match=r"nothing can be planned: .*1 waiting.*0 of 4 pages"):
+    harness.scheduler._cache.take_pages(4)  # lost memory: nobody will ever free it
+    with pytest.raises(StalledError, match=r"1 waiting.*0 of 4 pages") as caught:
         harness.scheduler.plan()
+    assert "request 100.0 (waiting) at 0 of 6 tokens wants 2 pages, a state slot" in str(
+        caught.value
+    )
 
 
 def test_check_integrity_finds_a_page_that_nobody_owns() -> None:
@@ -302,7 +305,7 @@ def test_check_integrity_finds_a_page_that_nobody_owns() -> None:
     request = harness.add(prompt(6), LONG)
     harness.launch()
     request.page_ids.pop()
-    with pytest.raises(AssertionError, match="lost"):
+    with pytest.raises(AssertionError, match="holders of page 2"):
         harness.scheduler.check_integrity()
 
 
@@ -325,12 +328,7 @@ def test_a_plan_in_flight_is_kept_with_what_was_sent() -> None:
 
 
 def test_plans_are_numbered_on_from_those_that_ran_before() -> None:
-    scheduler = Scheduler(
-        **{**Limits()._asdict(), "num_slots": 5},
-        eos_token_ids=(EOS,),
-        vocab_size=VOCAB_SIZE,
-        first_step=7,
-    )
+    scheduler = make_scheduler(Limits(), first_step=7)
     request = Request(request_id=1, prompt_token_ids=(5, 6), params=LONG, seed=0, max_tokens=20)
     scheduler.add(request)
     plan = scheduler.plan()

@@ -1,13 +1,15 @@
 """Random schedules on simulated memory: every one gives the tokens of a request alone."""
 
+from collections import Counter
 from random import Random
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from stagecoach.request import SamplingParams
+from stagecoach.request import Request, SamplingParams
 from tests.cpu.schedule.fake_drafter import FakeDrafter, FakePolicy
-from tests.cpu.schedule.fake_executor import VOCAB_SIZE, Harness, Limits
+from tests.cpu.schedule.fake_executor import Harness, Limits
+from tests.cpu.schedule.fake_stage import BAD, VOCAB_SIZE
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 24
@@ -26,8 +28,13 @@ def limits(draw: st.DrawFn) -> Limits:
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         num_pages=1 + PAGES_OF_ONE + draw(st.sampled_from([0, 1, 2, 3, 30])),
-        num_slots=1 + max_num_seqs - draw(st.integers(0, max_num_seqs // 3)),
+        num_live_slots=max_num_seqs - draw(st.integers(0, max_num_seqs // 3)),
         num_draft_tokens=draw(st.sampled_from([3, 7, 1, 0])),
+        has_prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        state_checkpoint_interval=draw(st.sampled_from([BLOCK_SIZE, 2 * BLOCK_SIZE, 0, 1])),
+        num_checkpoint_slots=draw(st.sampled_from([0, 1, 2, 3, 8])),
+        num_host_pages=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
+        num_host_slots=draw(st.sampled_from([0, 1, 3, 8])),
     )
 
 
@@ -43,34 +50,68 @@ def make_harness(sizes: Limits, seed: int, *, debug_poison: bool = True) -> Harn
     )
 
 
-def random_request(random: Random) -> tuple[list[int], SamplingParams]:
-    prompt = [
-        random.randrange(1, VOCAB_SIZE) for _ in range(random.randint(1, random.choice([4, 16])))
-    ]
-    params = SamplingParams(
-        max_tokens=random.choice([3, 12, 20, None]),
-        min_tokens=random.choice([0, 3]),
-        ignore_eos=random.random() < 0.8,
-        stop_token_ids=random.choice([(), (), (), (4,)]),
-        presence_penalty=random.choice([0.0, 0.5]),
-        logprobs=random.choice([None, 0]),
-        prompt_logprobs=random.choice([None, 0]),
-    )
-    return prompt, params
+class Traffic:
+    """Prompts that share beginnings, go on from answers, or stand alone."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._stems = [self._tokens(random.choice([3, 4, 8, 9, 15])) for _ in range(2)]
+        self._past: list[Request] = []
+        self._salts: list[str | None] = random.choice([[None], [None, "a"], [None, "a", "b", ""]])
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(1, VOCAB_SIZE) for _ in range(count)]
+
+    def add_to(self, harness: Harness) -> Request:
+        """Submit one more."""
+        random = self._random
+        prompt = self._tokens(random.randint(1, random.choice([4, 16])))
+        kind = random.choice(["alone", "stem", "stem", "stem", "turn", "turn", "again"])
+        if kind == "stem":
+            stem = random.choice(self._stems)
+            prompt = stem[: random.randint(1, len(stem))] + prompt[: random.choice([0, 1, 3, 16])]
+        elif kind in ("turn", "again") and self._past:
+            past = random.choice(self._past)
+            prompt = list(past.prompt_token_ids)
+            if kind == "turn":
+                prompt += past.output_token_ids + self._tokens(random.choice([1, 3]))
+        prompt = prompt[: MAX_MODEL_LEN - 2]
+        if random.random() < 0.03:
+            prompt[random.randrange(len(prompt))] = BAD
+        params = SamplingParams(
+            max_tokens=random.choice([1, 3, 12, 20, None]),
+            min_tokens=random.choice([0, 1]),
+            ignore_eos=random.random() < 0.8,
+            stop_token_ids=random.choice([(), (), (), (4,)]),
+            presence_penalty=random.choice([0.0, 0.5]),
+            logprobs=random.choice([None, 0]),
+            prompt_logprobs=random.choice([None, None, None, 0]),
+            skip_reading_prefix_cache=random.random() < 0.05,
+        )
+        request = harness.add(
+            prompt,
+            params,
+            seed=random.randrange(2),
+            cache_salt=random.choice(self._salts),
+            checkpoint_position=random.choice([None, None, random.randint(0, len(prompt))]),
+        )
+        self._past.append(request)
+        return request
 
 
 def play(harness: Harness, random: Random, num_requests: int, abort_rate: float) -> None:
     """Arrivals, aborts, launches, stages and commits in any order; then all the rest."""
-    pending = [random_request(random) for _ in range(num_requests)]
-    added = []
+    traffic = Traffic(random)
+    added: list[Request] = []
     patience = random.choice([2, 10, 50])
-    while pending:
+    while len(added) < num_requests:
         if random.random() < abort_rate and added:
             harness.abort(random.choice(added))
+        if random.random() < abort_rate / 20:
+            harness.scheduler.reset_prefix_cache()
         action = random.choice(["add", "launch", "advance", "advance", "commit"])
         if action == "add" and random.randrange(patience) < 2:
-            prompt, params = pending.pop()
-            added.append(harness.add(prompt, params, seed=len(added)))
+            added.append(traffic.add_to(harness))
         elif action == "launch":
             harness.launch()
         elif action == "advance":
@@ -86,12 +127,19 @@ def play(harness: Harness, random: Random, num_requests: int, abort_rate: float)
 @given(
     sizes=limits(),
     seed=st.integers(0, 2**32 - 1),
-    num_requests=st.sampled_from([5, 8, 3, 2, 1]),
+    num_requests=st.sampled_from([5, 8, 12, 3, 1]),
     abort_rate=st.sampled_from([0.0, 0.0, 0.02, 0.1]),
+    break_rate=st.sampled_from([0.0, 0.0, 0.02]),
     debug_poison=st.booleans(),
 )
 def test_every_schedule_gives_the_tokens_of_the_request_alone(
-    sizes: Limits, seed: int, num_requests: int, abort_rate: float, *, debug_poison: bool
+    sizes: Limits,
+    seed: int,
+    num_requests: int,
+    abort_rate: float,
+    break_rate: float,
+    *,
+    debug_poison: bool,
 ) -> None:
     """I6-I11, I17, I27-I30, I32, I36 and I83 on every plan; conservation always; no livelock.
 
@@ -99,7 +147,9 @@ def test_every_schedule_gives_the_tokens_of_the_request_alone(
     lacks, and the tokens are those of plain decoding.
     """
     harness = make_harness(sizes, seed, debug_poison=debug_poison)
-    play(harness, Random(seed), num_requests, abort_rate)
+    random = Random(seed)
+    harness.executor.break_rows = lambda segment: random.random() < break_rate
+    play(harness, random, num_requests, abort_rate)
     harness.check_outcomes()
     event(f"preempted: {harness.scheduler.num_preemptions > 0}")
     event(f"aborted: {any(r.finish_reason.value == 'abort' for r in harness.requests.values())}")
@@ -119,7 +169,7 @@ def test_the_random_schedules_reach_what_they_are_for() -> None:
             num_draft_tokens=(3, 0)[seed % 5 == 0],
         )
         harness = make_harness(sizes, seed)
-        play(harness, Random(seed), num_requests=5, abort_rate=0.02)
+        play(harness, Random(seed), num_requests=8, abort_rate=0.02)
         harness.check_outcomes()
         num_preemptions += harness.scheduler.num_preemptions
         segments = [segment for plan in harness.plans for segment in plan.segments]
@@ -142,4 +192,71 @@ def test_the_random_schedules_reach_what_they_are_for() -> None:
     )
     assert num_lost_drafts > 100 and num_mixed_plans > 3, (num_lost_drafts, num_mixed_plans)
     assert acceptances == {(most, m) for most in (1, 2, 3) for m in range(most + 1)}
-    assert len(ragged) > 20, ragged
+    assert len(ragged) > 12, ragged
+
+
+def test_the_random_schedules_reach_every_kind_of_hit() -> None:
+    """Hits with and without a record, copies, loads, saves in windows, evictions: all of them."""
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        sizes = Limits(
+            num_stages=1 + seed % 4,
+            max_num_batched_tokens=(5, 9, 64)[seed % 3],
+            max_model_len=MAX_MODEL_LEN,
+            num_pages=1 + PAGES_OF_ONE + (2, 6, 30)[seed % 3],
+            num_draft_tokens=(3, 0)[seed % 5 == 0],
+            has_prefix_cache=True,
+            state_checkpoint_interval=BLOCK_SIZE,
+            num_checkpoint_slots=2 + seed % 4,
+            num_host_pages=12 * (seed % 2),
+            num_host_slots=6 * (seed % 2),
+        )
+        harness = make_harness(sizes, seed)
+        play(harness, Random(seed), num_requests=14, abort_rate=0.02)
+        harness.check_outcomes()
+        seen.update(_kinds(harness))
+    rare = {kind: seen[kind] for kind in KINDS if seen[kind] < 5}
+    assert not rare, (rare, seen)
+
+
+KINDS = (
+    "hit",
+    "hit with record",
+    "copy",
+    "page load",
+    "slot load",
+    "store",
+    "save in chunk",
+    "save in window",
+    "save of replayed row",
+    "resumed",
+    "lost",
+    "error",
+    "evicted for room",
+    "evicted with page",
+    "not finite",
+)
+
+
+def _kinds(harness: Harness) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for plan in harness.plans:
+        seen["copy"] += len(plan.moves.copies)
+        seen["page load"] += len(plan.moves.load_pages)
+        seen["slot load"] += len(plan.moves.load_slots)
+        seen["store"] += len(plan.moves.store_pages) + len(plan.moves.store_slots)
+        for segment in plan.segments:
+            is_hit = segment.read_slot not in (0, segment.write_slot)
+            seen["hit"] += is_hit
+            seen["hit with record"] += is_hit and segment.replay > 0
+            for save in segment.saves:
+                seen["save in window" if segment.is_window else "save in chunk"] += 1
+                seen["save of replayed row"] += save.position <= segment.start
+    stats = harness.scheduler.prefix_cache_stats
+    seen["resumed"] += stats.num_resumed_tokens > 0
+    seen["lost"] += stats.num_lost_tokens > 0
+    seen["error"] += sum(bool(request.error) for request in harness.requests.values())
+    seen["evicted for room"] += stats.evictions["room"]
+    seen["evicted with page"] += stats.evictions["page"]
+    seen["not finite"] += stats.evictions["not_finite"]
+    return seen

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.cache.memory_moves import MemoryMoves, PageCopy, Transfer
 from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.schedule.step_plan import (
+    Comparison,
     RowResult,
     SamplingEntry,
     Save,
@@ -40,9 +42,11 @@ def segments(draw: st.DrawFn, slot: int) -> Segment:
     start = draw(st.sampled_from([0, 1, 64, 100_000]))
     replay = draw(st.integers(0, 3)) if start else 0
     ids = st.integers(0, 2**31 - 1)
-    end = start + num_tokens
-    positions = range(max(0, start - replay) + 1, end + 1)
     num_draft_tokens = draw(st.sampled_from([0, num_tokens - 1]))
+    is_window = num_tokens == 1 + num_draft_tokens
+    replay = min(replay, start)
+    first = start - replay if is_window else start
+    positions = range(first + 1, start + num_tokens - num_draft_tokens + 1)
     sampling_rows = st.integers(0, 99)
     sampling_row = draw(sampling_rows if num_draft_tokens else st.none() | sampling_rows)
     return Segment(
@@ -66,11 +70,39 @@ def segments(draw: st.DrawFn, slot: int) -> Segment:
     )
 
 
+NUMBERS = st.integers(1, 2**31 - 1)
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> MemoryMoves:
+    """Any that do not contradict each other."""
+    pages = draw(st.lists(NUMBERS, unique=True, max_size=9))
+    slots = draw(st.lists(st.integers(10**6, 2**31), unique=True, max_size=4))
+    hosts = draw(st.lists(NUMBERS, unique=True, min_size=13, max_size=13))
+    return MemoryMoves(
+        store_pages=tuple(map(Transfer, pages[:2], hosts[:2])),
+        store_slots=tuple(map(Transfer, slots[:2], hosts[2:4])),
+        scrub_pages=tuple(pages[1:4]),
+        scrub_slots=tuple(slots[:3]),
+        load_pages=tuple(map(Transfer, pages[3:5], hosts[4:6])),
+        load_slots=tuple(map(Transfer, slots[2:4], hosts[6:8])),
+        copies=tuple(map(PageCopy, pages[5:7], pages[7:9], hosts[8:10])),
+    )
+
+
+COMPARISONS = st.builds(Comparison, NUMBERS, st.integers(0, 7), NUMBERS, st.integers(0, 7))
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     drawn = [draw(segments(slot)) for slot in range(1, 1 + draw(st.integers(0, 4)))]
     drawn.sort(key=lambda segment: not segment.is_window)
-    return StepPlan(step=draw(st.integers(0, 2**40)), segments=tuple(drawn))
+    return StepPlan(
+        step=draw(st.integers(0, 2**40)),
+        segments=tuple(drawn),
+        moves=draw(st.just(MemoryMoves()) | moves()),
+        comparisons=tuple(draw(st.lists(COMPARISONS, max_size=2))),
+    )
 
 
 @given(plans())
@@ -99,8 +131,7 @@ def test_admissions_and_poison_cross_processes_too() -> None:
         step=3,
         segments=(make_segment(),),
         admissions=(entry,),
-        poison_pages=(8, 9),
-        poison_slots=(4,),
+        moves=MemoryMoves(scrub_pages=(8, 9), scrub_slots=(4,)),
     )
     assert StepPlan.decode(plan.encode()) == plan
 
@@ -128,7 +159,7 @@ def test_a_result_crosses_processes_unchanged() -> None:
         {"segments": (make_segment(token_ids=(11, 12, 14)),)},
         {"segments": (make_segment(page_table=pack_page_table((5, 7))),)},
         {"segments": (make_segment(sampling_row=0),)},
-        {"poison_slots": (9,)},
+        {"moves": MemoryMoves(scrub_slots=(9,))},
     ],
 )
 def test_the_digest_tells_plans_apart(changes: dict[str, Any]) -> None:
@@ -185,7 +216,12 @@ def test_page_tables_are_int32_little_endian(page_ids: list[int]) -> None:
         ({"start": 0, "read_slot": 0, "replay": 1}, "bad replay"),
         ({"saves": (Save(4, 9),)}, "bad save"),
         ({"saves": (Save(8, 9),)}, "bad save"),
-        ({"saves": (Save(3, 9),), "replay": 1}, "bad save"),
+        # A chunk reads its replayed rows as one.
+        ({"saves": (Save(4, 9),), "replay": 1}, "bad save"),
+        ({"saves": (Save(3, 9),), "replay": 1, "token_ids": (11,)}, "bad save"),
+        # What a draft leads to may not come true.
+        ({"saves": (Save(6, 9),), "num_draft_tokens": 2, "sampling_row": 0}, "bad save"),
+        ({"reports_logits": True}, "not sampled"),
         ({"prompt_logprob_targets": (1, 2, 3, 4)}, "bad targets"),
     ],
 )
@@ -203,7 +239,7 @@ def test_a_wrong_segment_is_refused(changes: dict[str, Any], message: str) -> No
         {"num_draft_tokens": 2, "sampling_row": 0, "proposes": True},
         {"sampling_row": 0, "proposes": True},
         {"saves": (Save(5, 8), Save(7, 9))},
-        {"saves": (Save(4, 9),), "replay": 1},
+        {"saves": (Save(4, 9), Save(5, 8)), "replay": 1, "token_ids": (11,)},
         {"prompt_logprob_targets": (1, 2, 3)},
     ],
 )
@@ -242,6 +278,65 @@ def test_a_wrong_plan_is_refused(others: tuple[Segment, ...], message: str) -> N
         StepPlan(step=3, segments=(make_segment(), *others))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"load_pages": (Transfer(4, 1), Transfer(4, 2))}, "loaded twice"),
+        ({"load_slots": (Transfer(4, 1), Transfer(4, 1))}, "loaded twice"),
+        ({"store_slots": (Transfer(4, 1), Transfer(5, 1))}, "stored over each other"),
+        (
+            {"store_pages": (Transfer(4, 1),), "load_pages": (Transfer(5, 1),)},
+            "stored over before it is loaded",
+        ),
+        ({"scrub_slots": (0,)}, "writes what is zero"),
+        ({"load_pages": (Transfer(0, 1),)}, "writes what is zero"),
+        ({"copies": (PageCopy(4, 5, 1), PageCopy(6, 5, 1))}, "filled twice"),
+        ({"copies": (PageCopy(4, 5, 1),), "load_pages": (Transfer(5, 1),)}, "filled twice"),
+        ({"copies": (PageCopy(4, 5, 1), PageCopy(5, 6, 1))}, "copies what this plan fills"),
+        ({"copies": (PageCopy(4, 4, 1),)}, "copies what this plan fills"),
+        ({"copies": (PageCopy(4, 5, 1),), "scrub_pages": (4,)}, "copies what was scrubbed"),
+        ({"copies": (PageCopy(4, 5, 0),)}, "bad copy"),
+        ({"copies": (PageCopy(4, 0, 1),)}, "bad copy"),
+    ],
+)
+def test_moves_that_contradict_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        MemoryMoves(**fields)
+
+
+def test_what_a_segment_reads_or_saves_is_not_moved_over() -> None:
+    with pytest.raises(AssertionError, match=r"reads nothing:(.|\n)*> request 7"):
+        StepPlan(step=3, segments=(make_segment(),), moves=MemoryMoves(scrub_slots=(2,)))
+    saving = make_segment(saves=(Save(5, 9),))
+    loads = (Transfer(9, 1),)
+    with pytest.raises(AssertionError, match="loads what it saves over"):
+        StepPlan(step=3, segments=(saving,), moves=MemoryMoves(load_slots=loads))
+    # Its old content goes to the host or is scrubbed, and then it is loaded: a slot that is read.
+    moves = MemoryMoves(
+        store_slots=(Transfer(2, 0),), scrub_slots=(2,), load_slots=(Transfer(2, 1),)
+    )
+    StepPlan(step=3, segments=(make_segment(),), moves=moves)
+
+
+def test_moves_and_comparisons_are_in_the_text() -> None:
+    plan = StepPlan(
+        step=3,
+        segments=(make_segment(),),
+        moves=MemoryMoves(
+            store_pages=(Transfer(4, 0), Transfer(5, 1)), copies=(PageCopy(6, 7, 3),)
+        ),
+        comparisons=(Comparison(8, 2, 9),),
+    )
+    head, moved, compared, segment = plan.marked(plan.segments[0]).splitlines()
+    assert head == "step 3: 1 segments, 3 tokens" and segment.startswith("> request 7.0")
+    assert moved == (
+        "  moves  store pages 4:0,5:1 slots -  scrub pages - slots -  load pages - slots -  "
+        "copy 6>7*3"
+    )
+    assert compared == "  compare 8+2 9+0"
+    assert StepPlan.parse(plan.marked(plan.segments[0])) == plan
+
+
 def test_many_may_read_one_checkpoint() -> None:
     StepPlan(
         step=3,
@@ -271,6 +366,8 @@ def test_an_error_shows_the_plan_with_the_bad_line_marked() -> None:
     [
         ("stage 3: 1 segments, 3 tokens", "not a step plan"),
         ("step 3: 1 segments, 3 tokens\n  request 7.0  span [4,7)", "not a segment"),
+        ("step 3: 1 segments, 3 tokens\n  moves  store pages 4", "not moves of memory"),
+        ("step 3: 1 segments, 3 tokens\n  compare 4 5", "not a comparison"),
     ],
 )
 def test_other_text_is_not_a_plan(text: str, message: str) -> None:

@@ -3,16 +3,15 @@
 import pytest
 
 from stagecoach.request import FinishReason, Request, SamplingParams
-from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.step_plan import Segment, StepPlan
 from tests.cpu.schedule.fake_drafter import FakeDrafter, FakePolicy
 from tests.cpu.schedule.fake_executor import (
     EOS,
     LONG,
-    VOCAB_SIZE,
     Harness,
     Limits,
     decode_until_ready,
+    make_scheduler,
     one_shot,
     prompt,
     spans,
@@ -424,15 +423,4 @@ def test_check_integrity_finds_drafts_that_outlived_their_row() -> None:
 
 def test_drafts_and_a_policy_come_together() -> None:
     with pytest.raises(AssertionError, match="3 for None"):
-        Scheduler(
-            num_stages=1,
-            max_num_seqs=1,
-            max_num_batched_tokens=8,
-            block_size=4,
-            max_model_len=16,
-            num_pages=5,
-            num_slots=2,
-            eos_token_ids=(EOS,),
-            vocab_size=VOCAB_SIZE,
-            num_draft_tokens=3,
-        )
+        make_scheduler(Limits(num_draft_tokens=3))
