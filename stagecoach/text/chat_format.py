@@ -1,27 +1,23 @@
-"""The K3 chat format ("XTML"): messages to prompt tokens, and an answer's tokens to a message.
+"""The K3 chat format: messages to prompt tokens, in XTML.
 
 A prompt is a list of segments. Structural markers are special tokens; everything else, attribute
 values and tool results included, is ordinary text and is encoded segment by segment, so nothing
-that a user writes can become a marker. Streams are parsed elsewhere; this parses whole answers.
+that a user writes can become a marker. `xtml_parser` reads answers.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from stagecoach.errors import RequestError
 from stagecoach.text.tokenizer import Tokenizer
-
-OPEN = "<|open|>"
-CLOSE = "<|close|>"
-SEP = "<|sep|>"
-END_OF_MESSAGE = "<|end_of_msg|>"
+from stagecoach.text.xtml import CLOSE, END_OF_MESSAGE, OPEN, SEP, escape_attribute
 
 THINKING_EFFORTS = ("low", "medium", "high", "max")
+_TOOL_CHOICES = {"required": "MUST call tools", "none": "MUST NOT call any tools"}
 
 Message = Mapping[str, Any]
-Channel = Literal["think", "response", "tools"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +27,6 @@ class Segment:
     text: str
     is_special: bool = False
     is_assistant: bool = False  # what the model writes, so what training learns
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a tool. `arguments` is JSON text, as the model gave it if it is malformed."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedMessage:
-    """An assistant's answer, split into its channels."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
 
 
 def render(
@@ -61,7 +40,11 @@ def render(
     thinking: bool = True,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Render a conversation, in the form of OpenAI's messages, to prompt tokens."""
+    """Render a conversation, in the form of OpenAI's messages, to prompt tokens.
+
+    Raises:
+        RequestError: names the argument that cannot be written.
+    """
     segments = render_segments(
         messages,
         tools=tools,
@@ -102,7 +85,9 @@ def render_segments(
     if thinking and thinking_effort is not None:
         segments += _system_message("thinking-effort", _thinking_effort_body(thinking_effort))
     segments += _conversation(messages, thinking=thinking)
-    if tool_choice in ("required", "none"):
+    if tool_choice not in (None, "auto", *_TOOL_CHOICES):
+        raise RequestError("tool_choice", f"{tool_choice!r} cannot be written in a prompt")
+    if tool_choice in _TOOL_CHOICES:
         segments += _system_message("tool-choice", _tool_choice_body(tool_choice))
     response_format_body = _response_format_body(response_format)
     if response_format_body:
@@ -129,7 +114,7 @@ def segments_text(segments: Sequence[Segment]) -> str:
 def _open(tag: str, **attributes: object) -> list[Segment]:
     segments = [Segment(OPEN, is_special=True), Segment(tag)]
     for key, value in attributes.items():
-        escaped = str(value).replace("&", "&amp;").replace('"', "&quot;")
+        escaped = escape_attribute(value)
         segments += [Segment(f" {key}"), Segment('="'), Segment(escaped), Segment('"')]
     segments.append(Segment(SEP, is_special=True))
     return [segment for segment in segments if segment.text]
@@ -168,7 +153,7 @@ def _conversation(messages: Sequence[Message], *, thinking: bool) -> Iterator[Se
         elif role in ("system", "user"):
             yield from _message(_open("message", **_role_and_name(message)), _content(message))
         else:
-            raise ValueError(f"messages: unknown role {role!r}")
+            raise RequestError("messages", f"unknown role {role!r}")
 
 
 def _role_and_name(message: Message) -> dict[str, str]:
@@ -187,7 +172,9 @@ def _content(message: Message) -> list[Segment]:
     segments = []
     for part in content:
         if part.get("type", "text") != "text":
-            raise ValueError(f"messages: content of type {part['type']!r} is not supported")
+            raise RequestError(
+                "messages", f"content of type {part['type']!r} is not supported, only text"
+            )
         segments += _text(part["text"])
     return segments
 
@@ -236,7 +223,7 @@ def _object_or_text(arguments: str) -> dict[str, Any] | str:
     except json.JSONDecodeError:
         return arguments
     if not isinstance(value, dict):
-        raise ValueError("messages: the arguments of a tool call must be a JSON object")
+        raise RequestError("messages", "the arguments of a tool call must be a JSON object")
     return value
 
 
@@ -270,7 +257,9 @@ def _with_tool_results_in_call_order(messages: Sequence[Message]) -> Iterator[Me
             if not name and num_results <= len(calls):
                 name = _function(calls[num_results - 1])["name"]
             if not name:
-                raise ValueError("messages: a tool result belongs to no tool call and names none")
+                raise RequestError(
+                    "messages", "a tool result belongs to no tool call and names none"
+                )
             yield {**result, "tool": name, "index": num_results}
         run = []
         if message is None:
@@ -321,7 +310,9 @@ def _late_tool_declaration(tools: Sequence[Mapping[str, Any]]) -> str:
 
 def _thinking_effort_body(effort: str) -> str:
     if effort not in THINKING_EFFORTS:
-        raise ValueError(f"thinking_effort: {effort!r} is none of {', '.join(THINKING_EFFORTS)}")
+        raise RequestError(
+            "thinking_effort", f"{effort!r} is none of {', '.join(THINKING_EFFORTS)}"
+        )
     return (
         "`thinking_effort` guides on how much to think in your thinking channel "
         "(not including the response channel), supported values include "
@@ -331,9 +322,9 @@ def _thinking_effort_body(effort: str) -> str:
 
 
 def _tool_choice_body(tool_choice: str) -> str:
-    duty = "MUST call tools" if tool_choice == "required" else "MUST NOT call any tools"
     return (
-        f"The system is invoked with `tool_choice={tool_choice}`.\nYou {duty} in the next message."
+        f"The system is invoked with `tool_choice={tool_choice}`.\n"
+        f"You {_TOOL_CHOICES[tool_choice]} in the next message."
     )
 
 
@@ -344,7 +335,7 @@ def _response_format_body(response_format: Mapping[str, Any] | str | None) -> st
     if format_type == "text":
         return ""
     if format_type not in ("json_object", "json_schema"):
-        raise ValueError(f"response_format: unknown type {format_type!r}")
+        raise RequestError("response_format", f"unknown type {format_type!r}")
     body = (
         f"The system is invoked with `response_format={format_type}`.\n"
         "Your response must be raw JSON data without markdown code blocks (```json) "
@@ -354,139 +345,9 @@ def _response_format_body(response_format: Mapping[str, Any] | str | None) -> st
         return body
     schema = response_format.get("json_schema")
     if not isinstance(schema, Mapping):
-        raise ValueError("response_format: json_schema needs a schema")
+        raise RequestError("response_format", "json_schema needs a schema")
     schema = schema.get("schema", schema)
     return (
         f"{body}\nThe JSON data must match the following schema:\n"
         f"```json\n{_compact_json(schema)}\n```"
     )
-
-
-# Parsing. Events: ("open", tag and attributes), ("close", tag), ("text", text), ("end", "").
-
-_MARKER = re.compile("|".join(map(re.escape, (OPEN, CLOSE, SEP, END_OF_MESSAGE))))
-_ATTRIBUTE = re.compile(r'([\w-]+)="([^"]*)"')
-
-
-def parse(
-    output: Sequence[int] | str,
-    tokenizer: Tokenizer | None = None,
-    *,
-    channel: Channel = "think",
-) -> ParsedMessage:
-    """Parse an answer that began inside `channel`, given as token ids or as text with markers.
-
-    Channels that are never closed end where the next one opens, or at the end.
-    """
-    texts: dict[str | None, list[str]] = {"think": [], "response": []}
-    calls: list[ToolCall] = []
-    call = _CallParser()
-    current: str | None = channel
-    for kind, value in _events(output, tokenizer):
-        tag = value.split(" ", 1)[0]
-        if kind == "end" or (kind, tag) == ("close", "message"):
-            break
-        if current == "tools" and (kind, tag) != ("close", "tools"):
-            calls += call.feed(kind, tag, value)
-        elif kind == "open" and tag in ("think", "response", "tools"):
-            current = tag
-        elif kind == "close" and tag == current:
-            current = None
-        elif kind == "text" and current in texts:
-            texts[current].append(value)
-    return ParsedMessage("".join(texts["think"]), "".join(texts["response"]), tuple(calls))
-
-
-def parse_attributes(text: str) -> dict[str, str]:
-    """The attributes of an opening tag, unescaped."""
-    return {
-        key: value.replace("&quot;", '"').replace("&amp;", "&")
-        for key, value in _ATTRIBUTE.findall(text)
-    }
-
-
-class _CallParser:
-    """Collects the events inside the tools channel into calls; a call that is cut off is none."""
-
-    def __init__(self) -> None:
-        self._name: str | None = None
-        self._arguments: dict[str, Any] = {}
-        self._block: str | None = None
-        self._attributes: dict[str, str] = {}
-        self._value: list[str] = []
-
-    def feed(self, kind: str, tag: str, value: str) -> Iterator[ToolCall]:
-        if kind == "text":
-            self._value.append(value)
-        elif kind == "open":
-            self._value = []
-            self._attributes = parse_attributes(value)
-            if tag == "call":
-                self._name = self._attributes.get("tool")
-                self._arguments = {}
-                self._block = None
-        elif tag == "argument" and "key" in self._attributes:
-            text = "".join(self._value)
-            self._arguments[self._attributes["key"]] = _typed(text, self._attributes.get("type"))
-        elif tag == "json":
-            self._block = "".join(self._value)
-        elif tag == "call" and self._name:
-            arguments = json.dumps(self._arguments, ensure_ascii=False)
-            yield ToolCall(self._name, arguments if self._block is None else self._block)
-            self._name = None
-
-
-def _typed(text: str, type_name: str | None) -> object:
-    if type_name in (None, "string"):
-        return text
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _events(output: Sequence[int] | str, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
-    pieces = _pieces_of_text(output) if isinstance(output, str) else _pieces(output, tokenizer)
-    opened: str | None = None
-    tag = ""
-    for text, is_special in pieces:
-        if not is_special and opened is None:
-            yield "text", text
-        elif not is_special:
-            tag += text
-        elif text in (OPEN, CLOSE):
-            opened = "open" if text == OPEN else "close"
-            tag = ""
-        elif text == SEP and opened is not None:
-            yield opened, tag
-            opened = None
-        elif text == END_OF_MESSAGE:
-            yield "end", ""
-
-
-def _pieces_of_text(text: str) -> Iterator[tuple[str, bool]]:
-    start = 0
-    for match in _MARKER.finditer(text):
-        if match.start() > start:
-            yield text[start : match.start()], False
-        yield match.group(), True
-        start = match.end()
-    if start < len(text):
-        yield text[start:], False
-
-
-def _pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[tuple[str, bool]]:
-    if tokenizer is None:
-        raise ValueError("parsing token ids needs a tokenizer")
-    run: list[int] = []
-    for token_id in ids:
-        name = tokenizer.special_name(token_id)
-        if name is None:
-            run.append(token_id)
-            continue
-        if run:
-            yield tokenizer.decode_bytes(run).decode("utf-8", errors="replace"), False
-            run = []
-        yield name, True
-    if run:
-        yield tokenizer.decode_bytes(run).decode("utf-8", errors="replace"), False

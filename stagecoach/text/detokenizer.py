@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from stagecoach.text.stop_strings import StopStrings
+from stagecoach.text.stop_strings import StopFilter
 
 
 class TokenBytes(Protocol):
@@ -30,6 +30,16 @@ class StopMatch(NamedTuple):
 
     stop: str
     num_tokens: int  # up to and including the token that completes it
+
+
+def bytes_of(tokenizer: TokenBytes, token_id: int, *, skip_special_tokens: bool) -> bytes:
+    """The bytes that `token_id` adds to the text."""
+    # A padded head has ids beyond the vocabulary; they stand for nothing.
+    if token_id >= tokenizer.vocab_size:
+        return b""
+    if skip_special_tokens and tokenizer.special_name(token_id) is not None:
+        return b""
+    return tokenizer.token_bytes(token_id)
 
 
 class IncrementalDetokenizer:
@@ -58,68 +68,38 @@ class IncrementalDetokenizer:
         self.stop_match: StopMatch | None = None
         self.num_tokens = 0
         self._tokenizer = tokenizer
-        self._stop_strings = StopStrings(stops) if stops else None
-        self._is_stop_kept = include_stop_str_in_output
+        self._stop_filter = StopFilter(stops, is_stop_kept=include_stop_str_in_output)
+        self._has_stops = bool(stops)
         self._are_specials_skipped = skip_special_tokens
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Read tokens; return the text that is now certain."""
-        if self.stop_match is not None:
-            return ""
-        if self._stop_strings is None:
+        if not self._has_stops:
             pieces = [self._bytes_of(token_id) for token_id in token_ids]
             self.num_tokens += len(pieces)
             return self._decoder.decode(b"".join(pieces))
-        text = self._held
+        text = []
         for token_id in token_ids:
+            if self.stop_match is not None:
+                break
             self.num_tokens += 1
-            piece = self._decoder.decode(self._bytes_of(token_id))
-            length = len(text)
-            text += piece
-            end = self._find_stop(self._stop_strings, piece)
-            if end is not None:
-                return self._cut(text, length + end)
-        return self._hold_back(self._stop_strings, text)
+            text.append(self._filter(self._decoder.decode(self._bytes_of(token_id))))
+        return "".join(text)
 
     def finish(self) -> str:
         """Return the rest: no token will follow. A begun character becomes U+FFFD."""
         if self.stop_match is not None:
             return ""
-        piece = self._decoder.decode(b"", final=True)
-        text = self._held + piece
-        if self._stop_strings is not None:
-            end = self._find_stop(self._stop_strings, piece)
-            if end is not None:
-                return self._cut(text, len(self._held) + end)
-        self._held = ""
-        return text
+        text = self._filter(self._decoder.decode(b"", final=True))
+        return text + self._stop_filter.finish()
 
     def _bytes_of(self, token_id: int) -> bytes:
-        # A padded head has ids beyond the vocabulary; they stand for nothing.
-        if token_id >= self._tokenizer.vocab_size:
-            return b""
-        if self._are_specials_skipped and self._tokenizer.special_name(token_id) is not None:
-            return b""
-        return self._tokenizer.token_bytes(token_id)
+        return bytes_of(self._tokenizer, token_id, skip_special_tokens=self._are_specials_skipped)
 
-    def _find_stop(self, stop_strings: StopStrings, piece: str) -> int | None:
-        """Where in `piece` a stop string ends; sets `stop_match`."""
-        for end, char in enumerate(piece, start=1):
-            stop = stop_strings.step(char)
-            if stop is not None and self.num_tokens >= self._min_tokens:
-                self.stop_match = StopMatch(stop, self.num_tokens)
-                return end
-        return None
-
-    def _cut(self, text: str, end: int) -> str:
-        assert self.stop_match is not None
-        self._held = ""
-        return text[: end if self._is_stop_kept else end - len(self.stop_match.stop)]
-
-    def _hold_back(self, stop_strings: StopStrings, text: str) -> str:
-        num_certain = len(text) - stop_strings.num_held
-        self._held = text[num_certain:]
-        return text[:num_certain]
+    def _filter(self, piece: str) -> str:
+        text = self._stop_filter.push(piece, may_stop=self.num_tokens >= self._min_tokens)
+        if self._stop_filter.stop is not None:
+            self.stop_match = StopMatch(self._stop_filter.stop, self.num_tokens)
+        return text

@@ -1,7 +1,8 @@
 """Finding stop strings in a text that arrives bit by bit.
 
 Owns an automaton over characters (Aho & Corasick, "Efficient string matching", CACM 1975): one
-step a character, however many stop strings there are. Knows no token and no byte.
+step a character, however many stop strings there are; and the filter that lets text through up
+to the first. Knows no token and no byte.
 """
 
 from collections import deque
@@ -47,6 +48,54 @@ class StopStrings:
             node = node.shorter
         self._node = node.next.get(char, self._root)
         return self._node.stop
+
+    def restart(self) -> None:
+        """Forget the text read so far."""
+        self._node = self._root
+
+
+class StopFilter:
+    """Text up to the first stop string; a beginning of one is held back.
+
+    Attributes:
+        stop: the stop string that was found; nothing is returned beyond it.
+    """
+
+    def __init__(self, stops: Iterable[str], *, is_stop_kept: bool = False) -> None:
+        """
+        Raises:
+            ValueError: a stop string is empty.
+        """
+        self.stop: str | None = None
+        listed = list(stops)
+        self._automaton = StopStrings(listed) if listed else None
+        self._is_stop_kept = is_stop_kept
+        self._held = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Read text; return what is certain. A stop string that ends where none may is text."""
+        if self.stop is not None:
+            return ""
+        if self._automaton is None:
+            return text
+        start = len(self._held)
+        whole = self._held + text
+        for end, char in enumerate(text, start=start + 1):
+            stop = self._automaton.step(char)
+            if stop is not None and may_stop:
+                self.stop = stop
+                self._held = ""
+                return whole[: end if self._is_stop_kept else end - len(stop)]
+        num_certain = len(whole) - self._automaton.num_held
+        self._held = whole[num_certain:]
+        return whole[:num_certain]
+
+    def finish(self) -> str:
+        """Return what is held back; the text that follows is another one."""
+        held, self._held = self._held, ""
+        if self._automaton is not None:
+            self._automaton.restart()
+        return held
 
 
 def _build(stops: list[str]) -> _Node:

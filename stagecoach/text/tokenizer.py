@@ -13,6 +13,7 @@ from typing import Any
 import tiktoken
 
 from stagecoach.json_file import read_json_object
+from stagecoach.text.chat_template import ChatTemplate, read_chat_template
 
 NUM_SPECIAL_TOKENS = 256
 
@@ -72,6 +73,7 @@ class Tokenizer:
         token_bytes: Sequence[bytes],
         special_ids: dict[str, int],
         eos_token_ids: Iterable[int],
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         self._encode_ordinary = encode_ordinary
         self._token_bytes = token_bytes
@@ -79,10 +81,23 @@ class Tokenizer:
         self._special_names = {token_id: name for name, token_id in special_ids.items()}
         self.vocab_size = len(token_bytes)
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.chat_template = chat_template
 
     def encode(self, text: str) -> list[int]:
-        """Encode ordinary text; the name of a special token inside it is plain text."""
+        """Encode ordinary text; the name of a special token inside it is plain text.
+
+        Half a surrogate pair, which JSON can bring, is no character: it becomes U+FFFD.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return self._encode_ordinary(text)
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of all special tokens."""
+        return tuple(self._special_ids)
 
     def special_id(self, name: str) -> int:
         """The id of the special token `name`."""
@@ -189,6 +204,7 @@ def _load_tiktoken(folder: Path) -> Tokenizer:
         token_bytes=token_bytes,
         special_ids=special_ids,
         eos_token_ids=_eos_token_ids(folder, config, special_ids),
+        chat_template=read_chat_template(folder),
     )
 
 
@@ -234,6 +250,7 @@ def _load_tokenizer_json(folder: Path, model_vocab_size: int) -> Tokenizer:
         token_bytes=token_bytes,
         special_ids=special_ids,
         eos_token_ids=_eos_token_ids(folder, config, special_ids),
+        chat_template=read_chat_template(folder),
     )
 
 

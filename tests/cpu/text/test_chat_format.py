@@ -1,21 +1,22 @@
-"""The chat format: the order of a prompt, text that stays text, and answers that come back."""
+"""K3's chat format: the order of a prompt, text that stays text, and answers that come back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stagecoach.errors import RequestError
 from stagecoach.text.chat_format import (
-    ParsedMessage,
-    ToolCall,
     answer_segments,
     encode_segment,
-    parse,
     render,
     render_segments,
     segments_text,
 )
+from stagecoach.text.message_stream import ParsedMessage, ToolCall, parse_whole
 from stagecoach.text.tokenizer import Tokenizer, load_tokenizer
+from stagecoach.text.xtml_parser import XtmlParser
 
 DEMO = Path(__file__).parents[3] / "stagecoach" / "demo" / "checkpoint"
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "The weather."}}
@@ -177,21 +178,13 @@ def test_tool_results_without_ids_go_by_order() -> None:
         (HELLO, {"thinking_effort": "extreme"}, "thinking_effort"),
         (HELLO, {"response_format": {"type": "xml"}}, "response_format"),
         (HELLO, {"response_format": {"type": "json_schema"}}, "needs a schema"),
+        (HELLO, {"tool_choice": {"type": "function"}}, "tool_choice"),
     ],
 )
 def test_bad_requests_name_the_field(messages: list, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         render_segments(messages, **options)
-
-
-MESSAGES = [
-    ParsedMessage("", "Hello.", ()),
-    ParsedMessage("2 + 2 = 4.", "It is 4.", ()),
-    ParsedMessage("", "", (ToolCall("f", '{"city": "Oslo", "days": 3, "now": true}'),)),
-    ParsedMessage("Two.", "Wait.", (ToolCall("f", "{}"), ToolCall("g", '{"x": [1, {"y": "z"}]}'))),
-    ParsedMessage("", "", (ToolCall('a "b" & c', '{"k &quot; \\"": "<|sep|> é"}'),)),
-    ParsedMessage("", "", (ToolCall("f", '{"broken": '),)),
-]
+    assert caught.value.field == next(iter(options), "messages")
 
 
 def as_message(parsed: ParsedMessage) -> dict:
@@ -199,48 +192,28 @@ def as_message(parsed: ParsedMessage) -> dict:
     return {"content": parsed.content, "reasoning": parsed.reasoning, "tool_calls": calls}
 
 
-@pytest.mark.parametrize("parsed", MESSAGES)
-def test_what_is_rendered_parses_to_the_same(parsed: ParsedMessage, tokenizer: Tokenizer) -> None:
-    segments = answer_segments(as_message(parsed))
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        ParsedMessage("", "Hello."),
+        ParsedMessage("2 + 2 = 4.", "It is 4."),
+        ParsedMessage("", "", (ToolCall("f", '{"city": "Oslo", "days": 3, "now": true}'),)),
+        ParsedMessage("Two.", "Wait.", (ToolCall("f", "{}"), ToolCall("g", '{"x": [{"y": "z"}]}'))),
+        ParsedMessage("", "", (ToolCall('a "b" & c', '{"k &quot; \\"": "<|sep|> é"}'),)),
+        ParsedMessage("", "", (ToolCall("f", '{"broken": '),)),
+    ],
+)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_what_is_rendered_parses_to_the_same(
+    parsed: ParsedMessage, thinking: bool, tokenizer: Tokenizer
+) -> None:
+    segments = answer_segments(as_message(parsed), thinking=thinking)
     ids = [token for segment in segments for token in encode_segment(tokenizer, segment)]
-    assert parse(ids, tokenizer) == parsed
-    without_marker_in_value = "<|sep|> é" not in segments_text(segments)
-    if without_marker_in_value:
-        assert parse(segments_text(segments)) == parsed
+    parser = XtmlParser(tokenizer, prompt_token_ids=render(tokenizer, HELLO, thinking=thinking))
+    expected = parsed if thinking else replace(parsed, reasoning="")
+    assert parse_whole(parser, ids) == expected
 
 
 def test_an_answer_without_thinking_starts_in_its_response() -> None:
     text = segments_text(answer_segments({"content": "Hi."}, thinking=False))
     assert text.startswith("Hi.<|close|>response")
-    assert parse(text, channel="response") == ParsedMessage(content="Hi.")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("still thinking", ParsedMessage("still thinking")),
-        ("a<|open|>response<|sep|>b", ParsedMessage("a", "b")),
-        ("a<|close|>think<|sep|><|open|>response<|sep|>b", ParsedMessage("a", "b")),
-        ("a<|end_of_msg|>b", ParsedMessage("a")),
-        ("a<|close|>think<|sep|><|open|>resp", ParsedMessage("a")),
-        (
-            "<|open|>tools<|sep|>"
-            '<|open|>call tool="f" index="1"<|sep|><|close|>call<|sep|>'
-            '<|open|>call tool="g" index="2"<|sep|><|open|>argument key="a"',
-            ParsedMessage(tool_calls=(ToolCall("f", "{}"),)),
-        ),
-        (
-            '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>'
-            '<|open|>argument key="n" type="number"<|sep|>many<|close|>argument<|sep|>'
-            "<|close|>call<|sep|><|close|>tools<|sep|>",
-            ParsedMessage(tool_calls=(ToolCall("f", '{"n": "many"}'),)),
-        ),
-    ],
-)
-def test_answers_that_are_cut_or_malformed(text: str, expected: ParsedMessage) -> None:
-    assert parse(text) == expected
-
-
-def test_token_ids_need_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
-        parse([1, 2])

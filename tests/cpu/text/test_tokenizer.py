@@ -86,6 +86,11 @@ def test_split_characters_give_partial_bytes(demo: Tokenizer) -> None:
         demo.decode_bytes(ids[:1]).decode()
 
 
+def test_half_a_surrogate_pair_is_a_replacement_character(demo: Tokenizer) -> None:
+    assert demo.encode("a\ud800b") == demo.encode("a\ufffdb")
+    assert demo.encode("\ud83d\ude00") == demo.encode("😀")
+
+
 def test_unknown_names_and_ids_are_refused(demo: Tokenizer) -> None:
     with pytest.raises(ValueError, match="no special token"):
         demo.special_id("<|nothing|>")

@@ -1,0 +1,1 @@
+"""The HTTP server: knows HTTP and JSON; knows no tensor."""

@@ -1,0 +1,291 @@
+"""The engine as the server has it: loading, serving, draining or dead.
+
+Owns the engine client, what is open, and the judgement whether the server is well. Knows
+requests only as generations.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from stagecoach.api.condition import Condition, StepWatch
+from stagecoach.api.error_body import HttpError, NotServingError, QueueFullError
+from stagecoach.api.generation import Generation, Inbox
+from stagecoach.config import ResolvedConfig
+from stagecoach.engine.client import EngineClient
+from stagecoach.engine.messages import EngineStats, LoadProgress
+from stagecoach.errors import EngineDeadError, RequestError, StagecoachError
+from stagecoach.live_request import LiveRequest
+from stagecoach.observe.log import get_logger
+from stagecoach.outputs import Detokenizer, RequestAssembler
+from stagecoach.request import SamplingParams
+from stagecoach.text.tokenizer import Tokenizer
+
+_log = get_logger(__name__)
+
+# How long the engine loop may take to answer a question.
+_STATS_SECONDS = 5.0
+
+# Starts an engine and returns at once; `wait_until_ready` of what it returns may block.
+StartEngine = Callable[[ResolvedConfig, Callable[[LoadProgress], None]], EngineClient]
+
+
+class Prompt(NamedTuple):
+    """One prompt, and how its completions are read."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+    checkpoint_position: int | None = None  # tokens that later prompts are likely to share
+    make_detokenizer: Callable[[], Detokenizer] | None = None  # None: plain text
+
+
+class EngineService:
+    """Starts an engine beside a running event loop, and serves the routes from it."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_queue_requests: int,
+        stall_timeout_seconds: float,
+        start_engine: StartEngine | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.num_open_completions = 0
+        self._max_open = config.engine.max_num_seqs + max_queue_requests
+        self._start_engine = start_engine or _start_engine
+        self._client: EngineClient | None = None
+        self._is_ready = False
+        self._is_draining = False
+        self._is_closed = False
+        self._failure: StagecoachError | None = None
+        self._loaded_bytes: dict[str, tuple[int, int]] = {}
+        self._inbox: Inbox | None = None
+        self._open: set[Generation] = set()
+        self._progress = StepWatch(stall_timeout_seconds)
+        self._question: asyncio.Task[EngineStats] | None = None
+
+    @property
+    def failure(self) -> StagecoachError | None:
+        """Why nothing is served any more, or None."""
+        if self._failure is None and self._client is not None:
+            return self._client.failure
+        return self._failure
+
+    @property
+    def client(self) -> EngineClient | None:
+        """None until the engine was started."""
+        return self._client
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._open)
+
+    async def load(self) -> None:
+        """Start the engine; returns once it serves.
+
+        Raises:
+            ConfigError, CheckpointError, EngineDeadError: why it does not.
+        """
+        self._inbox = Inbox(asyncio.get_running_loop())
+        try:
+            self._client = await asyncio.to_thread(
+                self._start_engine, self.config, self._note_loaded
+            )
+            if self._is_closed:
+                await asyncio.to_thread(self._client.close)
+            await asyncio.to_thread(self._client.wait_until_ready)
+        except StagecoachError as error:
+            self._failure = error
+            raise
+        self._is_ready = True
+
+    def close(self, *, in_order: bool = True) -> None:
+        """End the engine, also one that still loads; blocks while its processes end."""
+        self._is_closed = True
+        if self._client is not None:
+            self._client.close(in_order=in_order)
+
+    def drain(self, timeout_seconds: float) -> None:
+        """Take nothing new; what is open ends by itself, or with an error after that time."""
+        self._is_draining = True
+        if self._open:
+            _log.info("ending: %d requests have %g s to finish", len(self._open), timeout_seconds)
+        asyncio.get_running_loop().call_later(timeout_seconds, self.end_open)
+
+    def end_open(self) -> None:
+        """End what is open with an error."""
+        error = NotServingError("the server ended before the answer did", code="shutting_down")
+        for generation in list(self._open):
+            generation.fail(error)
+
+    @contextlib.contextmanager
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str | None
+    ) -> Iterator[Generation]:
+        """Start `params.n` completions of each prompt; leaving aborts those that still run.
+
+        Raises:
+            RequestError: a prompt or a parameter is refused; nothing was started.
+            NotServingError, QueueFullError: not now.
+            EngineDeadError: the engine is gone.
+        """
+        client = self._serving_client()
+        for number, prompt in enumerate(prompts):
+            _check(client, prompt, params, cache_salt, number if len(prompts) > 1 else None)
+        num_completions = len(prompts) * params.n
+        self._check_room(num_completions)
+        assert self._inbox is not None, "set before the engine serves"
+        generation = Generation(
+            [self._live_request(client, prompt, params, cache_salt) for prompt in prompts],
+            self._inbox,
+        )
+        self.num_open_completions += num_completions
+        self._open.add(generation)
+        try:
+            generation.start()
+            yield generation
+        finally:
+            generation.abort()
+            self._open.discard(generation)
+            self.num_open_completions -= num_completions
+
+    def _live_request(
+        self,
+        client: EngineClient,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None,
+    ) -> LiveRequest:
+        assembler = RequestAssembler(
+            self.tokenizer, prompt.text, prompt.token_ids, params, prompt.make_detokenizer
+        )
+
+        def submit(params: SamplingParams, sink: object, *, request_id: int) -> int:
+            return client.submit(
+                prompt.token_ids,
+                params,
+                sink,  # type: ignore[arg-type]
+                request_id=request_id,
+                cache_salt=cache_salt,
+                checkpoint_position=prompt.checkpoint_position,
+            )
+
+        is_cached = self.config.engine.enable_prefix_caching
+        return LiveRequest(client, assembler, params, submit, has_leader=is_cached)
+
+    def _serving_client(self) -> EngineClient:
+        failure = self.failure
+        if failure is not None:
+            raise _as_dead(failure)
+        if self._is_draining:
+            raise NotServingError("the server is ending", code="shutting_down")
+        if self._client is None or not self._is_ready:
+            raise NotServingError(f"the model is loading{self._load_share()}", code="loading")
+        return self._client
+
+    def _check_room(self, num_completions: int) -> None:
+        if num_completions > self._max_open:
+            raise RequestError(
+                "prompt",
+                f"{num_completions} completions in one request; this server takes "
+                f"{self._max_open} (--max-num-seqs + --max-queue-requests)",
+            )
+        if self.num_open_completions + num_completions > self._max_open:
+            raise QueueFullError(
+                f"{self.num_open_completions} completions are open and this request wants "
+                f"{num_completions}; the limit is {self._max_open} "
+                "(--max-num-seqs + --max-queue-requests)"
+            )
+
+    async def stats(self) -> EngineStats:
+        """Counts of the engine.
+
+        Raises:
+            NotServingError: it does not serve yet, or not any more.
+            EngineDeadError: it is gone, or did not answer in time.
+        """
+        return await self._ask(self._serving_client())
+
+    async def _ask(self, client: EngineClient) -> EngineStats:
+        """Those who ask at the same time share one question: an engine that does not answer
+        would keep a thread waiting for each."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(asyncio.to_thread(client.stats, _STATS_SECONDS))
+        return await asyncio.shield(self._question)
+
+    def reset_prefix_cache(self) -> None:
+        """Requests from now on find nothing that is cached now.
+
+        Raises:
+            NotServingError, EngineDeadError: as of `generate`.
+        """
+        self._serving_client().reset_prefix_cache()
+
+    def condition(self) -> Condition:
+        """Whether the server takes requests, as far as is known without asking the engine."""
+        failure = self.failure
+        if failure is not None:
+            return Condition("dead", f"{type(failure).__name__}: {failure}")
+        if self._is_draining:
+            return Condition("draining", f"{len(self._open)} requests are open")
+        if not self._is_ready:
+            return Condition("loading", f"the model is loading{self._load_share()}")
+        return Condition("ok")
+
+    async def health(self) -> Condition:
+        """The same, and whether the engine loop answers and gets on with its work."""
+        condition = self.condition()
+        if condition.status not in ("ok", "draining") or self._client is None:
+            return condition
+        try:
+            stats = await self._ask(self._client)
+        except EngineDeadError as error:
+            return self.condition() if self.failure else Condition("stalled", str(error))
+        stalled_seconds = self._progress.note(stats)
+        if stalled_seconds is None:
+            return condition
+        num_requests = stats.num_waiting + stats.num_running
+        return Condition(
+            "stalled", f"no step for {stalled_seconds:.0f} s with {num_requests} requests"
+        )
+
+    def _note_loaded(self, progress: LoadProgress) -> None:
+        self._loaded_bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
+
+    def _load_share(self) -> str:
+        shares = list(self._loaded_bytes.values())
+        total = sum(share[1] for share in shares)
+        return f" ({100 * sum(share[0] for share in shares) // total}%)" if total else ""
+
+
+def _start_engine(
+    config: ResolvedConfig, on_load_progress: Callable[[LoadProgress], None]
+) -> EngineClient:
+    return EngineClient(config, on_load_progress, is_awaited=False)
+
+
+def _as_dead(failure: StagecoachError) -> StagecoachError:
+    """For one who asks later: a new error, since raising one writes into it."""
+    if isinstance(failure, EngineDeadError):
+        return type(failure)(str(failure))
+    # It never came up, for a reason that is nobody's who asks now.
+    return HttpError(503, f"{type(failure).__name__}: {failure}", code="engine_dead")
+
+
+def _check(
+    client: EngineClient,
+    prompt: Prompt,
+    params: SamplingParams,
+    cache_salt: str | None,
+    number: int | None,
+) -> None:
+    try:
+        client.check(prompt.token_ids, params, cache_salt)
+    except RequestError as error:
+        if number is None:
+            raise
+        raise RequestError(error.field, f"{error.reason} (prompt {number})") from None

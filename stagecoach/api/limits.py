@@ -1,0 +1,106 @@
+"""What every request passes before a route sees it: size, type, key, and its id.
+
+Owns the checks that need no body to be understood. One ASGI layer, because the body must be
+counted as it comes.
+"""
+
+import hmac
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stagecoach.api.error_body import HttpError, failure_of
+
+# Those who watch the server have no key.
+_OPEN_PATHS = ("/health", "/ready")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Limits:
+    """Answers 401, 413, 415 and what no route has caught; gives every answer its X-Request-Id.
+
+    The id is the client's if it is one, else new. It only names the answer: two requests may
+    have the same.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, api_keys: Iterable[str]) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        has_started = False
+
+        async def named_send(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, self._counted(receive), named_send)
+        except Exception as error:
+            if has_started:
+                raise
+            await failure_of(error).response()(scope, receive, named_send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if scope["path"] not in _OPEN_PATHS and self._api_keys:
+            self._check_key(headers.get("authorization", ""))
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise self._too_large()
+        if scope["method"] == "POST" and (length or "transfer-encoding" in headers):
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if length != "0" and kind != "application/json" and not kind.endswith("+json"):
+                raise HttpError(
+                    415,
+                    f"content-type must be application/json, not {kind[:80]!r}",
+                    code="unsupported_media_type",
+                )
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, given = authorization.partition(" ")
+        # Every key is compared, so that the time says nothing of which is near.
+        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        if scheme.lower() != "bearer" or not any(found):
+            raise HttpError(
+                401,
+                "the header `authorization: Bearer KEY` with a key of this server is needed",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _counted(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def counting() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        return counting
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413,
+            f"the body is larger than {self._max_body_bytes} bytes (--max-body-bytes)",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )

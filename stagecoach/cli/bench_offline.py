@@ -1,0 +1,200 @@
+"""`stagecoach bench latency` and `bench throughput`: an engine in this program, without HTTP.
+
+Owns the options, in the shape of vLLM's commands of these names; the figures are defined in
+benchmarks/offline.py.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+
+from stagecoach.benchmarks import data_sets, report
+from stagecoach.benchmarks.offline import measure_latency, summarize_throughput
+from stagecoach.benchmarks.vocabulary import TokenizerVocabulary, alphabet
+from stagecoach.errors import ConfigError
+from stagecoach.llm import LLM
+from stagecoach.outputs import RequestOutput
+from stagecoach.request import SamplingParams
+
+_OutputJson = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file.")
+]
+_Model = Annotated[str, typer.Option(help="Checkpoint folder, or `demo` or `tiny`.")]
+_Completions = Annotated[int, typer.Option("-n", "--n", help="Completions of each prompt.")]
+
+
+def latency(
+    *,
+    model: _Model = "demo",
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, all random.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts of a batch.")] = 8,
+    n: _Completions = 1,
+    num_iters_warmup: Annotated[int, typer.Option(help="Batches before those that count.")] = 10,
+    num_iters: Annotated[int, typer.Option(help="Batches that count.")] = 30,
+    output_json: _OutputJson = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Time one batch of requests from beginning to end, again and again.
+
+    The batch is the same each time, so the prefix cache is off unless switched on.
+    """
+    for option, value in (("--batch-size", batch_size), ("--input-len", input_len)):
+        if value < 1:
+            raise ConfigError(f"{option}={value}: must be at least 1")
+    with LLM(model, **engine_options) as llm:
+        conversations = data_sets.random_requests(
+            _alphabet(llm),
+            _rng(llm),
+            num_requests=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+        )
+        prompts, _ = _split(conversations)
+        params = SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=output_len)
+
+        def run_batch() -> None:
+            _check(llm.generate(prompts, params, use_tqdm=False))
+
+        result = measure_latency(run_batch, num_warmups=num_iters_warmup, num_iterations=num_iters)
+    sys.stdout.write(f"Avg latency: {result['avg_latency']:.6f} seconds\n")
+    sys.stdout.write(f"Std latency: {result['std_latency']:.6f} seconds\n")
+    for percentage, seconds in result["percentiles"].items():
+        sys.stdout.write(f"{percentage}% percentile latency: {seconds:.6f} seconds\n")
+    if output_json is not None:
+        report.save(output_json, result)
+
+
+def throughput(
+    *,
+    model: _Model = "demo",
+    dataset_name: Annotated[
+        Literal["random", "sharegpt", "prefix-repetition"], typer.Option(help="What is asked.")
+    ] = "random",
+    dataset_path: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="ShareGPT file, for sharegpt.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of the run.")] = 1000,
+    input_len: Annotated[
+        int,
+        typer.Option(
+            "--input-len", "--random-input-len", help="Tokens of a random prompt of its own."
+        ),
+    ] = 1024,
+    output_len: Annotated[
+        int | None,
+        typer.Option(
+            "--output-len",
+            "--random-output-len",
+            help="Tokens of an answer; default: 128, or as in the file.",
+        ),
+    ] = None,
+    random_range_ratio: Annotated[
+        float, typer.Option(help="Random lengths lie within this share of the given ones.")
+    ] = 0.0,
+    random_prefix_len: Annotated[
+        int, typer.Option(help="Tokens that all prompts begin with, beside their own.")
+    ] = 0,
+    prefix_repetition_prefix_len: Annotated[
+        int, typer.Option(help="Tokens of a shared beginning; the rest is --input-len.")
+    ] = 256,
+    prefix_repetition_num_prefixes: Annotated[
+        int, typer.Option(help="Number of different shared beginnings.")
+    ] = 10,
+    n: _Completions = 1,
+    output_json: _OutputJson = None,
+    engine_options: dict[str, Any],
+) -> None:
+    """Complete many prompts at once and report requests and tokens a second."""
+    if num_prompts < 1:
+        raise ConfigError(f"--num-prompts={num_prompts}: must be at least 1")
+    if (dataset_path is None) is (dataset_name == "sharegpt"):
+        raise ConfigError(f"--dataset-name={dataset_name}: --dataset-path goes with sharegpt only")
+    with LLM(model, **engine_options) as llm:
+        rng = _rng(llm)
+        if dataset_path is not None:
+            conversations = data_sets.share_gpt_requests(
+                dataset_path,
+                TokenizerVocabulary(llm.tokenizer),
+                rng,
+                num_requests=num_prompts,
+                output_len=output_len,
+            )
+        elif dataset_name == "prefix-repetition":
+            conversations = data_sets.prefix_repetition_requests(
+                _alphabet(llm),
+                rng,
+                num_requests=num_prompts,
+                num_prefixes=prefix_repetition_num_prefixes,
+                prefix_len=prefix_repetition_prefix_len,
+                suffix_len=input_len,
+                output_len=128 if output_len is None else output_len,
+            )
+        else:
+            conversations = data_sets.random_requests(
+                _alphabet(llm),
+                rng,
+                num_requests=num_prompts,
+                input_len=input_len,
+                output_len=128 if output_len is None else output_len,
+                range_ratio=random_range_ratio,
+                prefix_len=random_prefix_len,
+            )
+        prompts, lengths = _split(conversations)
+        params = [
+            SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=length)
+            for length in lengths
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        elapsed_seconds = time.perf_counter() - start
+    _check(outputs)
+    result = summarize_throughput(
+        elapsed_seconds,
+        num_requests=len(outputs),
+        num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        num_output_tokens=sum(
+            len(completion.token_ids) for output in outputs for completion in output.outputs
+        ),
+    )
+    sys.stdout.write(
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
+        f"Total num prompt tokens: {result['num_prompt_tokens']}\n"
+        f"Total num output tokens: {result['num_output_tokens']}\n"
+    )
+    if output_json is not None:
+        report.save(output_json, result)
+
+
+def _alphabet(llm: LLM) -> Sequence[int]:
+    return alphabet(TokenizerVocabulary(llm.tokenizer), llm.config.engine.seed)
+
+
+def _rng(llm: LLM) -> np.random.Generator:
+    return np.random.default_rng(llm.config.engine.seed)
+
+
+def _split(
+    conversations: list[data_sets.Conversation],
+) -> tuple[list[str | list[int]], list[int]]:
+    """Prompts, and the lengths of their answers."""
+    requests = [request for [request] in conversations]
+    return (
+        [request.prompt for request in requests],
+        [request.num_output_tokens for request in requests],
+    )
+
+
+def _check(outputs: list[RequestOutput]) -> None:
+    """End with status 1 where an answer is broken: its time means nothing."""
+    errors = [item.error for output in outputs for item in output.outputs if item.error]
+    if errors:
+        sys.stderr.write(f"stagecoach: {len(errors)} answers failed; first: {errors[0]}\n")
+        raise SystemExit(1)
