@@ -1,7 +1,6 @@
 """The report of a wrong prefix hit lets anybody make the same hit again."""
 
 import json
-import logging
 import shlex
 import tempfile
 from pathlib import Path
@@ -49,7 +48,6 @@ def test_a_mismatch_is_one_line_that_names_a_private_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger("stagecoach"), "propagate", True)
     reporter = MismatchReporter(EngineConfig(model="tiny"))
     for _ in range(25):
         reporter.report(VERDICT)

@@ -1,6 +1,5 @@
 """`--verify-cache` on real engines: right hits pass in every layout and type, wrong ones do not."""
 
-import logging
 import shlex
 import tempfile
 import time
@@ -228,7 +227,6 @@ def test_a_wrong_hit_is_found_told_and_never_matched_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger("stagecoach"), "propagate", True)
     with engine(
         checkpoint,
         pipeline_parallel_size=pp,

@@ -1,5 +1,6 @@
 """A model of three layers, so that a schedule takes a fraction of a second, and what is loaded."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,5 +67,12 @@ def given(model: str, draft: str) -> Given:
 @pytest.fixture(scope="session")
 def player() -> Player:
     """One for all tests: models stay loaded, and one-shot results known."""
-    torch.set_flush_denormal(True)
     return Player()
+
+
+@pytest.fixture(autouse=True)
+def _subnormals_are_flushed() -> Iterator[None]:
+    """As workers do; the setting is the thread's, and other tests need it off."""
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
