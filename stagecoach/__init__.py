@@ -4,7 +4,7 @@ from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import StagecoachError
 from stagecoach.llm import LLM
 from stagecoach.outputs import CompletionOutput, RequestOutput
-from stagecoach.request import SamplingParams
+from stagecoach.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -16,5 +16,6 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StagecoachError",
+    "StructuredOutputsParams",
     "__version__",
 ]

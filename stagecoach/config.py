@@ -325,12 +325,6 @@ def speculation_key(name: str) -> str:
     return f"{option('speculative_config')} {name}"
 
 
-def field_docs(
-    config: type[EngineConfig] | type[SpeculativeConfig] = EngineConfig,
-) -> dict[str, str]:
-    return {item.name: item.metadata.get("doc", "") for item in dataclasses.fields(config)}
-
-
 def _speculation_error(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{speculation_key(name)}={value!r}: must be {allowed}")
 

@@ -5,8 +5,10 @@ StagecoachError
 │   └── CapacityError      the configuration does not fit the memory; carries the numbers
 ├── CheckpointError        a checkpoint is incomplete, mis-shaped or unreadable; names the tensor
 ├── RequestError           one request is invalid (also a ValueError); names the field
+│   └── PromptTooLongError  its prompt leaves no room for an answer; carries the numbers
 ├── ServerError            a server that a client command talks to refused or broke off
 ├── NonFiniteError         what one request computed is not finite; only that request ends
+├── GrammarError           the grammar of one request cannot go on; only that request ends
 └── EngineDeadError        the engine ended while somebody waited
     ├── WorkerDiedError    a worker process ended or raised
     ├── PlanDivergenceError  a worker executed other plans than the head made
@@ -46,6 +48,14 @@ class RequestError(StagecoachError, ValueError):
         self.field = field
         self.reason = reason
 
+    def about(self, field: str, place: str = "") -> "RequestError":
+        """The same of a field that the caller calls by this name; `place` says where in it."""
+        return type(self)(field, f"{self.reason} {place}" if place else self.reason)
+
+
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for an answer: agents that are told so shorten it and try again."""
+
 
 class ServerError(StagecoachError):
     """A server that a client command talks to refused, broke off or does not answer."""
@@ -56,6 +66,13 @@ class NonFiniteError(StagecoachError):
 
     It is not raised in a caller: the request ends with finish reason "error", and its text,
     which opens with this name, is the `error` of its completion.
+    """
+
+
+class GrammarError(StagecoachError):
+    """A request's grammar cannot go on: it ran into a limit, or a token did not obey; says which.
+
+    Like NonFiniteError it is the `error` of a completion, not raised in a caller.
     """
 
 

@@ -240,7 +240,7 @@ class LLM:
                 if len(prompts) == 1:
                     raise
                 place = f"(prompt {number} of 0..{len(prompts) - 1})"
-                raise RequestError(error.field, f"{error.reason} {place}") from None
+                raise error.about(error.field, place) from None
         return requests
 
     def _prepare(
@@ -262,6 +262,7 @@ class LLM:
             token_ids,
             cache_salt=cache_salt,
             checkpoint_position=checkpoint_position,
+            is_checked=True,
         )
         is_cached = self.config.engine.enable_prefix_caching
         return LiveRequest(self._client, assembler, params, submit, has_leader=is_cached)

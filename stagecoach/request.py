@@ -12,13 +12,16 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 import msgspec
 
-from stagecoach.errors import RequestError
+from stagecoach.errors import PromptTooLongError, RequestError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+# What looks for them is built before the first token, beside everything that streams.
+MAX_STOP_LENGTH = 4096
 
 
 class FinishReason(Enum):
@@ -28,6 +31,56 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"  # what it computed is not finite
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text must obey, from its first token to its end; names as in vLLM, one of them.
+
+    A grammar speaks of the whole output, special tokens included, so that nobody keeps a state
+    of where in the answer it begins to count.
+    """
+
+    json: dict[str, Any] | str | None = None  # a JSON Schema, or its text
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None  # of Rust's `regex`, matching all of the text
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # in llguidance's form of Lark
+    structural_tag: dict[str, Any] | str | None = None  # as OpenAI's response_format has it
+
+    def check(self) -> None:
+        """Refuse what names no grammar or several, or a field of another type.
+
+        Raises:
+            RequestError: field "structured_outputs".
+        """
+        given = [name for name in _GRAMMAR_TYPES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs",
+                f"must have exactly one of {', '.join(_GRAMMAR_TYPES)}, not "
+                f"{' and '.join(given) or 'none'}",
+            )
+        [name] = given
+        value = getattr(self, name)
+        if not isinstance(value, _GRAMMAR_TYPES[name]):
+            raise RequestError("structured_outputs", f"{name}: not of its type: {value!r:.80}")
+        if self.choice is not None and not (
+            self.choice and all(isinstance(text, str) and text for text in self.choice)
+        ):
+            raise RequestError(
+                "structured_outputs",
+                f"choice: needs texts that are not empty, not {self.choice!r:.80}",
+            )
+
+
+_GRAMMAR_TYPES: dict[str, tuple[type, ...]] = {
+    "json": (dict, str),
+    "json_object": (bool,),
+    "regex": (str,),
+    "choice": (tuple, list),
+    "grammar": (str,),
+    "structural_tag": (dict, str),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None  # that many alternatives beside the sampled token
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     skip_reading_prefix_cache: bool = False  # compute the whole prompt; it is cached as ever
 
     @property
@@ -105,8 +159,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_range("logit_bias", bias, -100.0, 100.0)
+        self._check_stop()
+        if self.structured_outputs is not None:
+            self._check_structured_outputs(self.structured_outputs)
+
+    def _check_stop(self) -> None:
         if any(not text for text in self.stop_strings):
             raise RequestError("stop", "a stop string must not be empty")
+        length = sum(map(len, self.stop_strings))
+        if length > MAX_STOP_LENGTH:
+            raise RequestError(
+                "stop",
+                f"stop strings of {length} characters; all together at most {MAX_STOP_LENGTH}",
+            )
+
+    def _check_structured_outputs(self, wanted: StructuredOutputsParams) -> None:
+        wanted.check()
+        # When the grammar's text is complete, nothing but an end may follow.
+        if self.ignore_eos:
+            raise RequestError("structured_outputs", "cannot be obeyed with ignore_eos=true")
+        if self.min_tokens:
+            raise RequestError(
+                "structured_outputs", f"cannot be obeyed with min_tokens={self.min_tokens}"
+            )
 
 
 def check_prompt(token_ids: list[int] | tuple[int, ...], *, vocab_size: int, limit: int) -> None:
@@ -121,9 +196,11 @@ def check_prompt(token_ids: list[int] | tuple[int, ...], *, vocab_size: int, lim
     if not token_ids:
         raise RequestError("prompt", "must hold at least one token")
     if len(token_ids) > limit:
-        raise RequestError(
+        # Agents know these words of OpenAI's and Anthropic's servers, and shorten the prompt.
+        raise PromptTooLongError(
             "prompt",
-            f"has {len(token_ids)} tokens; at most {limit} fit beside one output token",
+            f"prompt is too long: {len(token_ids)} tokens > {limit} maximum; this model's maximum "
+            f"context length is {limit + 1} tokens, and one is for the answer",
         )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
@@ -141,6 +218,45 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class Constraint(Protocol):
+    """What a grammar allows behind the tokens of one request that are committed.
+
+    Nothing is kept of tokens that are not: what was asked of drafts leaves no trace.
+    """
+
+    def num_useful_drafts(self, draft_token_ids: tuple[int, ...]) -> int:
+        """How many drafts a window needs: up to and with the first that is not allowed.
+
+        The first one that is not stays: where drafts are judged by probabilities, taking it away
+        would change what the token in its place is drawn from. None at all, whatever they are,
+        where a grammar cannot follow drafts.
+        """
+
+    def fill_masks(self, draft_token_ids: tuple[int, ...], masks: memoryview) -> None:
+        """Which tokens may stand in each row of a window: bit t of a row is token t.
+
+        Args:
+            masks: int32 [1 + drafts, ceil(V / 32)], little-endian, contiguous. Rows behind a
+                draft that is not allowed, or that ends the text, get all tokens: what they
+                sample never counts.
+        """
+
+    def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Commit tokens."""
+
+    @property
+    def is_finished(self) -> bool:
+        """The text is complete and no token may follow it: not an end token either."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: a limit of its size, or a token that does not obey.
+
+        No method raises for that. The request ends with it, without the row that is committed,
+        and nothing that was asked since then counts.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One completion in the engine. Written by `schedule/` only."""
@@ -153,6 +269,7 @@ class Request:
     cache_salt: str | None = None
     # Prompt tokens after which a checkpoint is worth most; None: all but the last.
     checkpoint_position: int | None = None
+    constraint: Constraint | None = None  # a grammar that its output obeys
     is_shadow: bool = False  # the engine's own, to verify a prefix hit; reads and leaves nothing
     is_filed: bool = True  # what it computes may be kept for requests to come
     arrival_index: int = 0  # its place in the order of arrival; set when it is queued
@@ -180,6 +297,7 @@ class Request:
     num_draft_tokens: int = 0  # drafts that they verified
     num_accepted_tokens: int = 0  # of them, before a row was cut at a stop
     num_cached_tokens: int = 0  # prompt tokens that its first admission found computed
+    first_planned: float | None = None  # when that was, in the clock of who plans
     finish_reason: FinishReason | None = None
     error: str | None = None  # why the finish reason is ERROR; opens with a name of errors.py
 

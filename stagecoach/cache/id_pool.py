@@ -34,6 +34,11 @@ class IdPool:
     def is_free(self, number: int) -> bool:
         return not self._is_taken[number]
 
+    @property
+    def taken(self) -> bytes:
+        """One byte a number of the range: 1 where it is taken."""
+        return bytes(self._is_taken[self._first :])
+
     def take(self, count: int) -> list[int]:
         """Hand out `count` numbers; the caller has looked at `num_free`."""
         assert 0 <= count <= len(self._free), (

@@ -118,6 +118,11 @@ class PrefixCache:
         return self._memory.num_free_slots
 
     @property
+    def taken_slots(self) -> bytes:
+        """One byte a slot, from the first behind the zero slot: 1 where it is not vacant."""
+        return self._memory.slot_ids.taken
+
+    @property
     def num_gains(self) -> int:
         """Grows with what may make room: while it stands still, who found none finds none."""
         return self._memory.num_gains

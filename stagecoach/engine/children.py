@@ -28,7 +28,7 @@ def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None
     log.configure("engine", level=config.engine.log_level)
     port = ZmqLoopPort(folder, config.engine.num_workers)
     try:
-        EngineLoop(config, port).run()
+        EngineLoop(config, port, prepares_grammars=True).run()
     except StagecoachError as error:
         # Clients have been told; the text is theirs to show.
         _logger.debug("%s", error)
@@ -52,7 +52,7 @@ def run_worker(
     port = ZmqWorkerPort(folder, worker.rank)
     try:
         _flush_subnormals()
-        links = process_links.connect(worker, _topology(config), folder / "rendezvous")
+        links = process_links.connect(worker, Topology.of(config.engine), folder / "rendezvous")
         Worker(config, worker, links, port).run()
         process_links.disconnect()
     except Exception as error:  # noqa: BLE001 - the process ends here and says why
@@ -95,13 +95,6 @@ def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
         _logger.error("%s failed", worker.name, exc_info=error)
     reason = str(error) or repr(error)
     port.send(WorkerFailed(worker=worker.name, kind=type(error).__name__, reason=reason))
-
-
-def _topology(config: ResolvedConfig) -> Topology:
-    return Topology(
-        num_stages=config.engine.pipeline_parallel_size,
-        tp_size=config.engine.tensor_parallel_size,
-    )
 
 
 def _use_threads(config: ResolvedConfig) -> None:

@@ -7,7 +7,9 @@ sink that came with it. Knows no text.
 import atexit
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,13 +20,20 @@ from stagecoach.engine.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    ForgetClient,
     GetStats,
+    GetTimeline,
     LoadProgress,
     Outputs,
+    ProfileAnswer,
     RequestRefused,
     ResetPrefixCache,
+    StartProfile,
+    StopProfile,
     Submit,
+    Timeline,
     ToClient,
+    ToEngine,
 )
 from stagecoach.engine.ports import CLIENT_SHIFT
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError, error_class
@@ -35,11 +44,11 @@ from stagecoach.schedule.commit import Progress
 # an error: must return at once.
 Sink = Callable[[Progress | StagecoachError], None]
 
+_Answer = TypeVar("_Answer", EngineStats, Timeline, ProfileAnswer)
+
 _POLL_SECONDS = 0.1
 # After a failure was reported, how long to wait for the watcher's word on who was killed.
 _CAUSE_SECONDS = 1.0
-# An engine has one client so far; ids leave room for more.
-_CLIENT = 0
 
 _PARAMETER_DECODERS = {
     field.name: msgspec.msgpack.Decoder(field.type)
@@ -48,7 +57,10 @@ _PARAMETER_DECODERS = {
 
 
 class EngineClient:
-    """Starts an engine and serves requests through it; closing ends all its processes."""
+    """Starts an engine and serves requests through it; closing ends all its processes.
+
+    Or serves them through one that another process owns; closing then leaves it running.
+    """
 
     def __init__(
         self,
@@ -56,8 +68,12 @@ class EngineClient:
         on_load_progress: Callable[[LoadProgress], None] | None = None,
         *,
         is_awaited: bool = True,
+        attached_to: RunningEngine | None = None,
     ) -> None:
         """Start the engine and wait until it serves, or leave that to `wait_until_ready`.
+
+        Args:
+            attached_to: use this one instead of starting one.
 
         Raises:
             ConfigError, CheckpointError, EngineDeadError: why it does not.
@@ -67,15 +83,17 @@ class EngineClient:
         # The garbage collector may end a stream, which aborts, while its thread holds the lock.
         self._lock = threading.RLock()
         self._sinks: dict[int, Sink] = {}
-        self._stats_waiters: dict[int, _StatsWaiter] = {}
+        self._questions: dict[int, _Question] = {}
         # Requests have numbers of their own: seeds are derived from them.
         self._request_numbers = itertools.count(1)
         self._query_ids = itertools.count(1)
         self._failure: StagecoachError | None = None
         self._is_closed = False
+        self._last_heard = time.monotonic()
+        self._has_pinged = False
         self._ready = threading.Event()
         self.ready: EngineReady | None = None
-        self._engine: RunningEngine = launch(config)
+        self._engine = attached_to or launch(config)
         self._receiver = threading.Thread(target=self._receive, name="engine client", daemon=True)
         self._receiver.start()
         # A script that ends without close() must not leave by force what can end in order.
@@ -131,7 +149,7 @@ class EngineClient:
 
     def new_request_id(self) -> int:
         """An id for a request that is submitted later; its derived seed follows from it."""
-        return _CLIENT << CLIENT_SHIFT | next(self._request_numbers)
+        return self._engine.client << CLIENT_SHIFT | next(self._request_numbers)
 
     def submit(
         self,
@@ -142,6 +160,7 @@ class EngineClient:
         request_id: int | None = None,
         cache_salt: str | None = None,
         checkpoint_position: int | None = None,
+        is_checked: bool = False,
     ) -> int:
         """Queue one completion (`params.n` is the caller's business); returns its id.
 
@@ -149,12 +168,14 @@ class EngineClient:
             request_id: of `new_request_id`; None: a new one.
             cache_salt: only requests with the same one share cached prefixes.
             checkpoint_position: prompt tokens that later prompts are likely to share.
+            is_checked: `check` has taken the prompt and these parameters, for any of its n.
 
         Raises:
             RequestError: the request is refused.
             EngineDeadError: the engine is gone.
         """
-        self.check(prompt_token_ids, params, cache_salt)
+        if not is_checked:
+            self.check(prompt_token_ids, params, cache_salt)
         request_id = self.new_request_id() if request_id is None else request_id
         seed = params.seed if params.seed is not None else self._derived_seed(request_id)
         with self._lock:
@@ -196,19 +217,54 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine is gone, or did not answer in time.
         """
-        waiter = _StatsWaiter()
+        return self._ask(EngineStats, GetStats, timeout_seconds)
+
+    def timeline(self, first_step: int = 0, timeout_seconds: float = 5.0) -> Timeline:
+        """The latest plans from step `first_step` on, and what is alive now.
+
+        Raises:
+            EngineDeadError: the engine is gone, or did not answer in time.
+        """
+        return self._ask(Timeline, GetTimeline, timeout_seconds, first_step=first_step)
+
+    def start_profile(self, folder: str, timeout_seconds: float) -> ProfileAnswer:
+        """Record what the workers execute, each of them into a file of its own in `folder`.
+
+        Raises:
+            EngineDeadError: the engine is gone, or did not answer in time.
+        """
+        return self._ask(ProfileAnswer, StartProfile, timeout_seconds, folder=folder)
+
+    def stop_profile(self, timeout_seconds: float) -> ProfileAnswer:
+        """End the recording; the answer comes when all files are written.
+
+        Raises:
+            EngineDeadError: the engine is gone, or did not answer in time.
+        """
+        return self._ask(ProfileAnswer, StopProfile, timeout_seconds)
+
+    def _ask(
+        self,
+        answer_type: type[_Answer],
+        question_type: Callable[..., ToEngine],
+        timeout_seconds: float,
+        **fields: Any,
+    ) -> _Answer:
         query_id = next(self._query_ids)
+        question = _Question()
         with self._lock:
             self._raise_failure()
-            self._stats_waiters[query_id] = waiter
-        self._engine.port.send(GetStats(query_id=query_id))
-        waiter.arrived.wait(timeout_seconds)
+            self._questions[query_id] = question
+        self._engine.port.send(question_type(query_id=query_id, **fields))
+        question.is_over.wait(timeout_seconds)
         with self._lock:
-            self._stats_waiters.pop(query_id, None)
-            if waiter.stats is None:
+            self._questions.pop(query_id, None)
+            if question.answer is None:
                 self._raise_failure()
                 raise EngineDeadError(f"the engine loop did not answer in {timeout_seconds:g} s")
-        return waiter.stats
+        answer = question.answer
+        assert isinstance(answer, answer_type), f"not what was asked for: {answer}"
+        return answer
 
     def close(self, *, in_order: bool = True) -> None:
         """End the engine; requests still waiting end with an EngineDeadError.
@@ -225,10 +281,18 @@ class EngineClient:
         self._engine.stop(in_order=in_order and self.ready is not None)
         self._fail(EngineDeadError("the engine was closed"))
 
+    def forget_client(self, client: int) -> None:
+        """End all requests of a client whose process has ended; nothing of it is taken any more.
+
+        Args:
+            client: its number, which no other client may have from now on.
+        """
+        if self._failure is None:
+            self._engine.port.send(ForgetClient(client=client))
+
     def _derived_seed(self, request_id: int) -> int:
-        number = request_id & ((1 << CLIENT_SHIFT) - 1)
-        # Any injective map will do: noise is keyed by all 64 bits.
-        return (self.config.engine.seed << 32 | number) & (2**63 - 1)
+        # Any injective map will do, over all clients: noise is keyed by all 64 bits.
+        return ((self.config.engine.seed << 32) + request_id) & MAX_SEED
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -248,11 +312,30 @@ class EngineClient:
         while not self._is_closed:
             message = self._engine.port.receive(_POLL_SECONDS)
             if message is not None:
+                self._last_heard = time.monotonic()
+                self._has_pinged = False
                 self._handle(message)
-            elif (failure := self._engine.failure()) is not None:
+            elif (failure := self._engine.failure() or self._silence()) is not None:
                 self._fail(failure)
             if self._failure is not None:
                 return
+
+    def _silence(self) -> EngineDeadError | None:
+        """The error of a loop that says nothing for too long, also when it is asked."""
+        if not (self._sinks or self._questions) or self.ready is None:
+            self._last_heard = time.monotonic()
+            return None
+        timeout = self.config.engine.execute_model_timeout_seconds
+        seconds = time.monotonic() - self._last_heard
+        if seconds > timeout:
+            return EngineDeadError(
+                f"the engine loop has not answered for {timeout} s "
+                "(--execute-model-timeout-seconds): it hangs"
+            )
+        if seconds > timeout / 2 and not self._has_pinged:
+            self._has_pinged = True
+            self._engine.port.send(GetStats(query_id=next(self._query_ids)))
+        return None
 
     def _handle(self, message: ToClient) -> None:
         match message:
@@ -261,11 +344,15 @@ class EngineClient:
                     self._deliver(progress)
             case RequestRefused():
                 self._refuse(message)
-            case EngineStats(query_id=query_id):
-                waiter = self._stats_waiters.get(query_id)
-                if waiter is not None:
-                    waiter.stats = message
-                    waiter.arrived.set()
+            case (
+                EngineStats(query_id=query_id)
+                | Timeline(query_id=query_id)
+                | ProfileAnswer(query_id=query_id)
+            ):
+                question = self._questions.get(query_id)
+                if question is not None:
+                    question.answer = message
+                    question.is_over.set()
             case LoadProgress():
                 if self._on_load_progress is not None:
                     self._on_load_progress(message)
@@ -302,11 +389,11 @@ class EngineClient:
                 self._failure = failure
             sinks = list(self._sinks.values())
             self._sinks.clear()
-            waiters = list(self._stats_waiters.values())
+            questions = list(self._questions.values())
         for sink in sinks:
             sink(failure)
-        for waiter in waiters:
-            waiter.arrived.set()
+        for question in questions:
+            question.is_over.set()
         self._ready.set()
 
 
@@ -322,7 +409,9 @@ def _check_types(prompt_token_ids: Sequence[int], params: SamplingParams) -> Non
     for name, decoder in _PARAMETER_DECODERS.items():
         try:
             decoder.decode(msgspec.msgpack.encode(getattr(params, name)))
-        except (msgspec.ValidationError, TypeError, OverflowError, UnicodeError) as error:
+        except OverflowError:
+            raise RequestError(name, "an integer is beyond 64 bits") from None
+        except (msgspec.ValidationError, TypeError, UnicodeError) as error:
             raise RequestError(name, str(error).partition(" - at ")[0]) from None
 
 
@@ -342,7 +431,7 @@ def _check_salt(cache_salt: str | None) -> None:
         raise RequestError("cache_salt", str(error)) from None
 
 
-class _StatsWaiter:
+class _Question:
     def __init__(self) -> None:
-        self.arrived = threading.Event()
-        self.stats: EngineStats | None = None
+        self.is_over = threading.Event()
+        self.answer: ToClient | None = None

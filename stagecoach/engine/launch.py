@@ -33,7 +33,6 @@ from stagecoach.errors import EngineDeadError, WorkerDiedError
 from stagecoach.pipeline.topology import Topology
 
 _STOP_SECONDS = 5.0
-_KILL_SECONDS = 2.0
 # After the first sign of a failure, how long to look for the process that caused it.
 _BLAME_SECONDS = 0.3
 # How long what a worker has said of its end may take through the loop to the client.
@@ -42,9 +41,10 @@ _MAX_PARENT_BYTES = 70
 
 
 class RunningEngine(Protocol):
-    """An engine that was started here."""
+    """An engine as its user has it."""
 
     port: ClientPort
+    client: int  # which of the engine's clients its port is
 
     def failure(self, timeout_seconds: float = 0.0) -> EngineDeadError | None:
         """Why the engine ended, once it did unasked; waits that long for it to become known."""
@@ -63,15 +63,14 @@ def launch(config: ResolvedConfig) -> RunningEngine:
 class ProcessEngine:
     """Engine loop and workers as processes on this host."""
 
+    client = 0
+
     def __init__(self, config: ResolvedConfig) -> None:
         self._folder = _make_folder()
         self._failure: EngineDeadError | None = None
         self._has_failed = threading.Event()
         self._is_stopping = threading.Event()
-        topology = Topology(
-            num_stages=config.engine.pipeline_parallel_size,
-            tp_size=config.engine.tensor_parallel_size,
-        )
+        topology = Topology.of(config.engine)
         # The loop must not hold torch; workers fork from a server that has imported it.
         loop_context = multiprocessing.get_context("spawn")
         worker_context = multiprocessing.get_context("forkserver")
@@ -79,19 +78,24 @@ class ProcessEngine:
         self._processes: dict[str, BaseProcess] = {}
         self._lifelines: list[Connection] = []
         try:
-            with _apart_from_caller():
+            with apart_from_caller():
                 self._start("engine loop", loop_context.Process, children.run_loop, config)
                 for worker in topology.workers:
                     self._start(
                         worker.name, worker_context.Process, children.run_worker, config, worker
                     )
-            self.port: ClientPort = ZmqClientPort(self._folder, client=0)
+            self.port: ClientPort = ZmqClientPort(self._folder, client=self.client)
         except BaseException:
             self._cut_lifelines()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._watcher = threading.Thread(target=self._watch, name="engine watcher", daemon=True)
         self._watcher.start()
+
+    @property
+    def folder(self) -> Path:
+        """Private to this engine: its sockets are there, and it goes when the engine does."""
+        return self._folder
 
     @property
     def process_ids(self) -> dict[str, int]:
@@ -159,19 +163,18 @@ class ProcessEngine:
         exit_codes = {name: process.exitcode for name, process in self._processes.items()}
         killed = [name for name, code in exit_codes.items() if code is not None and code < 0]
         names = killed or first_ended
-        return "; ".join(f"{name} {_ending(exit_codes[name])}" for name in names)
+        return "; ".join(f"{name} {describe_ending(exit_codes[name])}" for name in names)
 
 
 class ThreadEngine:
     """Engine loop and workers as threads of this process."""
 
+    client = 0
+
     def __init__(self, config: ResolvedConfig) -> None:
         self._failure: EngineDeadError | None = None
         self._has_failed = threading.Event()
-        topology = Topology(
-            num_stages=config.engine.pipeline_parallel_size,
-            tp_size=config.engine.tensor_parallel_size,
-        )
+        topology = Topology.of(config.engine)
         hub = QueueHub(topology.num_workers)
         self.port: ClientPort = hub
         self._threads = children.start_worker_threads(config, topology, hub)
@@ -211,16 +214,17 @@ def _make_folder() -> Path:
 
 
 @contextmanager
-def _apart_from_caller() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C, and do not import the caller's main module.
+def apart_from_caller() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C and SIGTERM, and import no main module of the caller.
 
-    Ctrl-C is the owner's, who ends them in order. And without its main module, a script needs no
+    Signals are the owner's, who ends them in order: a terminal sends them to a whole group, and
+    systemd to every process of a service. And without its main module, a script needs no
     `if __name__ == "__main__"` guard and is not run again by every child.
     """
-    # It unblocks SIGINT when it starts, so it must not start later.
+    # It unblocks both when it starts, so it must not start later.
     resource_tracker.ensure_running()
     main_module = sys.modules["__main__"]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
@@ -230,16 +234,13 @@ def _apart_from_caller() -> Iterator[None]:
 
 
 def end_processes(processes: list[BaseProcess], grace_seconds: float) -> None:
-    """Join, then terminate, then kill; returns when all have ended."""
+    """Join, then kill; returns when all have ended."""
     _join_all(processes, grace_seconds)
     for process in processes:
         if process.is_alive():
-            process.terminate()
-    _join_all(processes, _KILL_SECONDS)
-    for process in processes:
-        if process.is_alive():
             process.kill()
-            process.join()
+    for process in processes:
+        process.join()
 
 
 def _join_all(processes: list[BaseProcess], seconds: float) -> None:
@@ -249,7 +250,8 @@ def _join_all(processes: list[BaseProcess], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _ending(exit_code: int | None) -> str:
+def describe_ending(exit_code: int | None) -> str:
+    """How a process ended, for a message."""
     if exit_code is None:
         return "hangs"
     if exit_code < 0:

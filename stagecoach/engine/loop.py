@@ -12,24 +12,31 @@ from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan
 from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.cache.prefix_hash import model_root
 from stagecoach.config import ResolvedConfig
-from stagecoach.engine.cache_identity import cache_identity, with_bytes
+from stagecoach.engine import compiling
+from stagecoach.engine.cache_identity import cache_identity
+from stagecoach.engine.compiling import CompilePool, Job
+from stagecoach.engine.intake import Intake
 from stagecoach.engine.messages import (
     Abort,
     Allocate,
     EngineFailed,
     EngineReady,
     EngineStats,
+    ForgetClient,
     FromWorker,
     GetStats,
+    GetTimeline,
     Hello,
     LoadProgress,
     Outputs,
     PlanDone,
-    RequestRefused,
+    ProfileAnswer,
     ResetPrefixCache,
     RunPlan,
     Shutdown,
+    StartProfile,
     StepEcho,
+    StopProfile,
     Submit,
     ToClient,
     ToEngine,
@@ -39,25 +46,26 @@ from stagecoach.engine.messages import (
 )
 from stagecoach.engine.mismatch_report import MismatchReporter
 from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
-from stagecoach.engine.step_profile import StageClock, StepProfile, StepProfiler, shape_of
+from stagecoach.engine.profile_round import ProfileRounds
+from stagecoach.engine.step_profile import StepProfile, StepProfiler, StepTimes
+from stagecoach.engine.telemetry import Telemetry
+from stagecoach.engine.token_masks import token_masks
 from stagecoach.errors import (
     CheckpointError,
     ConfigError,
     EngineDeadError,
     PlanDivergenceError,
-    RequestError,
     StagecoachError,
     WorkerDiedError,
     error_class,
 )
 from stagecoach.observe.log import get_logger
-from stagecoach.request import Request
+from stagecoach.pipeline.topology import Topology
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.shadow import TOLERANCES, Shadows, Verdict
-from stagecoach.schedule.step_cost import StepShape
-from stagecoach.schedule.step_plan import StepPlan, plan_digest
+from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
 
 _LOG = get_logger(__name__)
 
@@ -71,11 +79,17 @@ class EngineLoop:
         port: LoopPort,
         make_policy: Callable[..., DraftPolicy] = DraftPolicy,
         report_verdict: Callable[[Verdict], None] | None = None,
+        start_compile: Callable[[Job], None] | None = None,
+        *,
+        prepares_grammars: bool = False,
     ) -> None:
+        """`start_compile` is a CompilePool's `start`; `prepares_grammars` while weights load."""
         self._config = config
+        self._sampler_rank = Topology.of(config.engine).sampler_rank
         self._make_policy = make_policy
         self._port = port
         self._clients: set[int] = set()
+        self._gone_clients: set[int] = set()
         self._ready: EngineReady | None = None
         # What clients asked for before there was a scheduler, in order.
         self._early: list[tuple[int, ToEngine]] = []
@@ -86,13 +100,17 @@ class EngineLoop:
         self._unechoed: dict[int, tuple[bytes, int]] = {}
         self._needs: list[MemoryNeeds] = []  # by rank
         self._scheduler: Scheduler | None = None
+        self._intake: Intake | None = None
+        self._compile_pool = CompilePool(
+            lambda: compiling.load_compiler(config), port.wake, start_compile
+        )
+        if prepares_grammars:
+            self._compile_pool.prepare()
         self._policy: DraftPolicy | None = None
-        self._clock = StageClock(config.engine.pipeline_parallel_size)
-        # Shapes of the plans in flight that hold nothing but windows; for the policy.
-        self._shapes: dict[int, StepShape] = {}
-        # What plans took, not told to the policy yet: that can wait until workers are busy.
-        self._measured: list[tuple[StepShape, tuple[float, ...]]] = []
-        self._counters = _Counters(config.engine.pipeline_parallel_size)
+        # Told to the policy when workers are busy: that can wait.
+        self._times = StepTimes(config.engine.pipeline_parallel_size)
+        self._telemetry = Telemetry(config.engine.pipeline_parallel_size)
+        self._profiles = ProfileRounds(port, config.engine.num_workers)
         self._report_verdict = report_verdict or MismatchReporter(config.engine).report
 
     @property
@@ -110,6 +128,8 @@ class EngineLoop:
         except Exception as error:
             self._announce_failure(error)
             raise
+        finally:
+            self._compile_pool.close()
 
     def start(self) -> None:
         """Wait for the weights, plan the memory, have it allocated; or until a Shutdown comes.
@@ -153,11 +173,19 @@ class EngineLoop:
                 num_stages=engine.pipeline_parallel_size,
             )
         self._scheduler = self._make_scheduler(memory, profile.num_steps if profile else 0)
+        self._intake = Intake(
+            self._config,
+            self._scheduler,
+            self._compile_pool,
+            self._telemetry,
+            self._port.send_client,
+        )
         self._ready = EngineReady(
             num_pages=memory.num_pages,
             num_slots=memory.num_slots,
             load_seconds=time.monotonic() - began,
         )
+        self._telemetry.begin()
         self._broadcast(self._ready)
         for client, early in self._early:
             self._serve(client, early)
@@ -236,15 +264,18 @@ class EngineLoop:
         if self._is_stopping:
             return
         began = time.perf_counter()
-        while self.scheduler.can_launch and (plan := self.scheduler.plan()) is not None:
+        while self.scheduler.can_launch:
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is None:
+                break
             self._launch(plan)
         self._learn()
-        self._counters.loop_seconds += time.perf_counter() - began
+        self._telemetry.loop_seconds += time.perf_counter() - began
         done = self._collect()
         if done is not None:
             began = time.perf_counter()
             self._commit(done)
-            self._counters.loop_seconds += time.perf_counter() - began
+            self._telemetry.loop_seconds += time.perf_counter() - began
         elif not self.scheduler.has_work and self._config.engine.debug_poison:
             self.scheduler.check_idle()
 
@@ -257,53 +288,56 @@ class EngineLoop:
                         self._port.send_client(client, self._ready)
                 case Shutdown():
                     self._is_stopping = True
+                case _ if client in self._gone_clients:
+                    # It was sent before its process ended, over a connection of its own.
+                    continue
                 case _ if self._ready is None:
                     self._early.append((client, message))
                 case _:
                     self._serve(client, message)
+        if self._intake is not None:
+            self._intake.queue_compiled()
 
     def _serve(self, client: int, message: ToEngine) -> None:
+        assert self._intake is not None, "start() comes first"
         match message:
             case Submit():
-                self._submit(client, message)
+                self._intake.submit(client, message)
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
-                    self.scheduler.abort(request_id)
+                    self._intake.abort(request_id)
+            case ForgetClient(client=gone):
+                self._clients.discard(gone)
+                self._gone_clients.add(gone)
+                self._intake.forget_client(gone)
             case GetStats(query_id=query_id):
                 self._port.send_client(client, self._stats(query_id))
+            case StartProfile() | StopProfile():
+                self._profiles.begin(client, message)
+            case GetTimeline(query_id=query_id, first_step=first_step):
+                timeline = self._telemetry.timeline(
+                    query_id, first_step, self.scheduler, self._intake.traces()
+                )
+                self._port.send_client(client, timeline)
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
 
-    def _submit(self, client: int, message: Submit) -> None:
-        request = Request(
-            request_id=message.request_id,
-            prompt_token_ids=message.prompt_token_ids,
-            params=message.params,
-            seed=message.seed,
-            max_tokens=message.params.max_tokens or self._config.max_model_len,
-            cache_salt=message.cache_salt,
-            checkpoint_position=message.checkpoint_position,
-        )
-        try:
-            self.scheduler.add(request)
-        except RequestError as error:
-            refused = RequestRefused(
-                request_id=message.request_id, field=error.field, reason=error.reason
-            )
-            self._port.send_client(client, refused)
-        else:
-            self._counters.num_prompt_tokens += len(message.prompt_token_ids)
-
     def _launch(self, plan: StepPlan) -> None:
+        launched = time.monotonic()
         if self.scheduler.num_in_flight == 1:
-            self._last_answer = time.monotonic()
-        encoded = self.scheduler.plan_in_flight(plan.step).encoded
+            self._last_answer = launched
+        in_flight = self.scheduler.plan_in_flight(plan.step)
+        encoded = in_flight.encoded
         num_echoes = self._config.engine.num_workers - 1
         if num_echoes:
             self._unechoed[plan.step] = (plan_digest(encoded), num_echoes)
-        if self._policy is not None and (shape := shape_of(plan)) is not None:
-            self._shapes[plan.step] = shape
+        if self._policy is not None:
+            self._times.note_launched(plan)
         self._port.send_workers(RunPlan(encoded_plan=encoded))
+        masks = token_masks(in_flight, self._config.model.vocab_size)
+        if masks is not None:
+            self._port.send_worker(self._sampler_rank, masks)
+        self._telemetry.note_launched(plan, launched)
 
     def _collect(self) -> PlanDone | None:
         """The oldest plan's result, or None when a client wants something first.
@@ -325,16 +359,23 @@ class EngineLoop:
                     return done
                 case StepEcho() as echo:
                     self._check_echo(received[0], echo)
+                case ProfileAnswer() as answer:
+                    self._profiles.note(received[0], answer)
+                    self._last_answer = time.monotonic()
                 case WorkerFailed() as failed:
                     raise _worker_error(failed)
 
     def _seconds_to_answer(self) -> float | None:
         """How long the oldest plan in flight may still take; None if there is none.
 
+        Also None while workers write profiles, which may take any time.
+
         Raises:
             WorkerDiedError: its time is over.
         """
-        return self._seconds_left(self._last_answer) if self.scheduler.num_in_flight else None
+        if not self.scheduler.num_in_flight or self._profiles.is_open:
+            return None
+        return self._seconds_left(self._last_answer)
 
     def _seconds_left(self, since: float) -> float:
         timeout = self._config.engine.execute_model_timeout_seconds
@@ -346,19 +387,16 @@ class EngineLoop:
         return left
 
     def _commit(self, done: PlanDone) -> None:
-        counters, result = self._counters, done.result
-        counters.num_steps += 1
-        counters.forward_seconds += result.forward_seconds
-        counters.step_seconds += result.step_seconds
-        last_stage = len(counters.stage_busy_seconds) - 1
-        self._note_busy(result.step, last_stage, result.busy_seconds)
+        result = done.result
+        self._note_stage(self._config.engine.pipeline_parallel_size - 1, result)
         outputs: dict[int, list[Progress]] = {}
         try:
             committed = self.scheduler.commit(result)
         except PlanDivergenceError as error:
             raise PlanDivergenceError(f"{done.worker}: {error}") from None
+        self._telemetry.note_committed(result)
         for progress in committed:
-            counters.num_generated_tokens += len(progress.token_ids)
+            self._telemetry.num_generated_tokens += len(progress.token_ids)
             outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
         for client, items in outputs.items():
             self._port.send_client(client, Outputs(items=tuple(items)))
@@ -367,7 +405,7 @@ class EngineLoop:
     def _check_echo(self, rank: int, echo: StepEcho) -> None:
         stage, tp_rank = divmod(rank, self._config.engine.tensor_parallel_size)
         if tp_rank == 0:
-            self._note_busy(echo.step, stage, echo.busy_seconds)
+            self._note_stage(stage, echo)
         digest, num_missing = self._unechoed.get(echo.step, (b"", 0))
         if echo.digest != digest:
             raise PlanDivergenceError(f"{echo.worker} ran another plan as step {echo.step}")
@@ -383,17 +421,14 @@ class EngineLoop:
         for verdict in self.scheduler.shadows.take_verdicts():
             self._report_verdict(verdict)
 
-    def _note_busy(self, step: int, stage: int, seconds: float) -> None:
-        self._counters.stage_busy_seconds[stage] += seconds
-        stage_seconds = self._clock.note(step, stage, seconds)
-        if stage_seconds is not None and (shape := self._shapes.pop(step, None)) is not None:
-            self._measured.append((shape, stage_seconds))
+    def _note_stage(self, stage: int, report: StepEcho | StepResult) -> None:
+        self._telemetry.note_stage(stage, report)
+        self._times.note(report.step, stage, report.busy_seconds)
 
     def _learn(self) -> None:
-        for shape, stage_seconds in self._measured:
-            assert self._policy is not None, "shapes are the policy's"
-            self._policy.note_step(shape, stage_seconds)
-        self._measured.clear()
+        if self._policy is not None:
+            for shape, stage_seconds in self._times.take():
+                self._policy.note_step(shape, stage_seconds)
 
     def _next_worker_message(self, *, is_executing: bool = False) -> tuple[int, FromWorker] | None:
         """The next one during start-up, with the worker's rank; None once a Shutdown came.
@@ -419,28 +454,12 @@ class EngineLoop:
         return None
 
     def _stats(self, query_id: int) -> EngineStats:
-        counters = self._counters
-        scheduler = self.scheduler
-        return EngineStats(
-            query_id=query_id,
-            num_steps=counters.num_steps,
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_generated_tokens=counters.num_generated_tokens,
-            num_pages=scheduler.num_pages,
-            num_free_pages=scheduler.num_free_pages,
-            num_slots=scheduler.num_slots,
-            num_free_slots=scheduler.num_free_slots,
-            loop_seconds=counters.loop_seconds,
-            forward_seconds=counters.forward_seconds,
-            step_seconds=counters.step_seconds,
-            stage_busy_seconds=tuple(counters.stage_busy_seconds),
+        return self._telemetry.stats(
+            query_id,
+            self.scheduler,
+            num_compiling=self._intake.num_compiling if self._intake else 0,
             speculation=None if self._policy is None else self._policy.stats(),
-            prefix_cache=with_bytes(scheduler.prefix_cache_stats, self._needs)
-            if self._is_caching
-            else None,
+            cache_needs=self._needs if self._is_caching else None,
         )
 
     def _announce_failure(self, error: Exception) -> None:
@@ -457,19 +476,6 @@ class EngineLoop:
     def _broadcast(self, message: ToClient) -> None:
         for client in self._clients:
             self._port.send_client(client, message)
-
-
-class _Counters:
-    """Totals since start."""
-
-    def __init__(self, num_stages: int) -> None:
-        self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.loop_seconds = 0.0
-        self.forward_seconds = 0.0
-        self.step_seconds = 0.0
-        self.stage_busy_seconds = [0.0] * num_stages
 
 
 def _worker_error(failed: WorkerFailed) -> StagecoachError:

@@ -10,6 +10,7 @@ import msgspec
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
+from stagecoach.observe.histogram import Histogram
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.speculation_stats import SpeculationStats
@@ -45,6 +46,12 @@ class Abort(Message):
     request_ids: tuple[int, ...]
 
 
+class ForgetClient(Message):
+    """The process of a client has ended: forget its requests, and what it may still send."""
+
+    client: int
+
+
 class GetStats(Message):
     """Ask for EngineStats."""
 
@@ -53,6 +60,26 @@ class GetStats(Message):
 
 class ResetPrefixCache(Message):
     """Forget all cached prefixes; running requests go on."""
+
+
+class GetTimeline(Message):
+    """Ask for the Timeline of the plans from `first_step` on."""
+
+    query_id: int
+    first_step: int
+
+
+class StartProfile(Message):
+    """Record what the workers execute until StopProfile; client -> loop -> workers."""
+
+    query_id: int
+    folder: str  # where the files will be; it is made
+
+
+class StopProfile(Message):
+    """Write down what was recorded; client -> loop -> workers."""
+
+    query_id: int
 
 
 class Shutdown(Message):
@@ -109,9 +136,75 @@ class EngineStats(Message):
     loop_seconds: float  # the loop spent planning, encoding and committing
     forward_seconds: float  # inside the last stage's layers
     step_seconds: float  # from a plan's arrival at the last stage to its result
+    uptime_seconds: float  # since the engine serves
     stage_busy_seconds: tuple[float, ...]  # rank 0 of each stage, not waiting for its input
+    stage_hop_seconds: tuple[float, ...]  # it has a plan and waits for the stage before
+    stage_idle_seconds: tuple[float, ...]  # neither busy nor in a hop; never shrinks
+    num_plans_in_flight: int
+    iteration_tokens: Histogram  # tokens of each plan
+    num_windows: int  # windows planned so far
+    num_window_tokens: int  # anchors and drafts in them
     speculation: SpeculationStats | None  # None where nothing is ever drafted
-    prefix_cache: PrefixCacheStats | None = None  # None with --no-enable-prefix-caching
+    prefix_cache: PrefixCacheStats | None  # None with --no-enable-prefix-caching
+
+
+class StageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One plan on rank 0 of one stage; seconds of the machine's monotonic clock."""
+
+    arrived: float  # the plan is there and the worker begins with it
+    ended: float  # its result, or what it hands on, is on its way
+    hop_seconds: float  # in between, waiting for the stage before
+
+
+class PlanTrace(msgspec.Struct, frozen=True, array_like=True):
+    """One plan on its way through the stages."""
+
+    step: int
+    launched: float  # monotonic seconds
+    committed: float | None  # None: still in flight
+    num_windows: int
+    num_chunks: int
+    num_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    spans: tuple[StageSpan | None, ...]  # by stage; None: no word yet
+
+
+class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
+    """One request as the scheduler has it."""
+
+    request_id: int
+    state: str  # compiling, waiting, prefilling, sampling or ready
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    slot: int | None
+    num_pages: int
+
+
+# Of a timeline: the loop keeps no more plans, and of thousands that wait nobody reads more.
+MAX_PLANS = 256
+MAX_REQUESTS = 256
+
+
+class Timeline(Message):
+    """The latest plans, the requests that are alive now, and the pools."""
+
+    query_id: int
+    now: float  # monotonic seconds
+    plans: tuple[PlanTrace, ...]  # oldest first, at most MAX_PLANS
+    requests: tuple[RequestTrace, ...]  # the oldest, at most MAX_REQUESTS
+    slot_states: bytes  # one byte a state slot: 0 free, 1 a request's, 2 a checkpoint's
+
+
+class ProfileAnswer(Message):
+    """A StartProfile or StopProfile was carried out by all workers; or why it was not."""
+
+    query_id: int
+    error: str | None = None
+    is_refused: bool = False  # nothing was done: something is recorded already, or nothing is
+    paths: tuple[str, ...] = ()  # files that were written, by rank
 
 
 class EngineFailed(Message):
@@ -136,6 +229,18 @@ class RunPlan(Message):
     encoded_plan: bytes
 
 
+class TokenMasks(Message):
+    """Which tokens the constrained rows of a plan may take; behind its RunPlan, to the rank that
+    samples.
+
+    int32 [M, ceil(V / 32)], little-endian: bit t of row m is token t. Rows are those of the
+    constrained segments, in the plan's order: 1 + num_draft_tokens of each.
+    """
+
+    step: int
+    masks: bytes
+
+
 # worker -> engine loop
 
 
@@ -157,6 +262,8 @@ class StepEcho(Message):
     step: int
     digest: bytes
     busy_seconds: float  # not waiting for the stage before
+    arrived: float = 0.0  # monotonic seconds
+    hop_seconds: float = 0.0  # waiting for the stage before
     differences: tuple[float, ...] = ()  # as in StepResult
 
 
@@ -175,10 +282,38 @@ class WorkerFailed(Message):
     reason: str
 
 
-ToEngine = Hello | Submit | Abort | GetStats | ResetPrefixCache | Shutdown
-ToClient = LoadProgress | EngineReady | Outputs | RequestRefused | EngineStats | EngineFailed
-ToWorker = Allocate | RunPlan | Shutdown
-FromWorker = LoadProgress | WorkerReady | WorkerAllocated | StepEcho | PlanDone | WorkerFailed
+ToEngine = (
+    Hello
+    | Submit
+    | Abort
+    | ForgetClient
+    | GetStats
+    | GetTimeline
+    | ResetPrefixCache
+    | StartProfile
+    | StopProfile
+    | Shutdown
+)
+ToClient = (
+    LoadProgress
+    | EngineReady
+    | Outputs
+    | RequestRefused
+    | EngineStats
+    | Timeline
+    | ProfileAnswer
+    | EngineFailed
+)
+ToWorker = Allocate | RunPlan | TokenMasks | StartProfile | StopProfile | Shutdown
+FromWorker = (
+    LoadProgress
+    | WorkerReady
+    | WorkerAllocated
+    | StepEcho
+    | PlanDone
+    | ProfileAnswer
+    | WorkerFailed
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

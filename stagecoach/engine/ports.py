@@ -5,10 +5,12 @@ and queues between threads of one process. Messages to one receiver keep their o
 Knows nothing of what the messages mean.
 """
 
+import contextlib
 import queue
 import threading
 from collections import deque
 from pathlib import Path
+from socket import socketpair
 from typing import Protocol
 
 import zmq
@@ -19,12 +21,18 @@ from stagecoach.engine.messages import FromWorker, ToClient, ToEngine, ToWorker
 # A request id is client index << CLIENT_SHIFT | a number of that client.
 CLIENT_SHIFT = 40
 
+_MOST_RINGS = 1 << 16
+
 
 class LoopPort(Protocol):
     """The engine loop's side."""
 
     def wait(self, timeout_seconds: float | None) -> None:
-        """Return when a message is there or the time is over; None waits for ever."""
+        """Return when a message is there, or `wake` was called, or the time is over; None waits
+        for ever."""
+
+    def wake(self) -> None:
+        """End the present `wait`, or else the next; from any thread, also after `close`."""
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         """All messages that are there, with the index of the client."""
@@ -34,6 +42,9 @@ class LoopPort(Protocol):
 
     def send_workers(self, message: ToWorker) -> None:
         """To every worker."""
+
+    def send_worker(self, rank: int, message: ToWorker) -> None:
+        """To one worker."""
 
     def send_client(self, client: int, message: ToClient) -> None: ...
 
@@ -72,12 +83,23 @@ class ZmqLoopPort:
         self._workers = _socket(self._context, zmq.ROUTER)
         self._workers.bind(_address(folder, "workers"))
         self._worker_names = [_identity(rank) for rank in range(num_workers)]
+        # ZeroMQ's own sockets belong to one thread.
+        self._bell, self._bell_rope = socketpair()
+        for end in (self._bell, self._bell_rope):
+            end.settimeout(0.0)
         self._poller = zmq.Poller()
-        for socket in (self._commands, self._clients, self._workers):
+        for socket in (self._commands, self._clients, self._workers, self._bell):
             self._poller.register(socket, zmq.POLLIN)
 
     def wait(self, timeout_seconds: float | None) -> None:
         self._poller.poll(None if timeout_seconds is None else round(timeout_seconds * 1000))
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(_MOST_RINGS)
+
+    def wake(self) -> None:
+        # A full buffer wakes as well as one ring more; and after `close` nobody sleeps.
+        with contextlib.suppress(OSError):
+            self._bell_rope.send(b"!")
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         received = []
@@ -98,12 +120,17 @@ class ZmqLoopPort:
         for name in self._worker_names:
             self._workers.send_multipart([name, data])
 
+    def send_worker(self, rank: int, message: ToWorker) -> None:
+        self._workers.send_multipart([self._worker_names[rank], messages.encode(message)])
+
     def send_client(self, client: int, message: ToClient) -> None:
         self._clients.send_multipart([_identity(client), messages.encode(message)])
 
     def close(self) -> None:
         # Last words (EngineFailed, Shutdown) may still be on their way.
         self._context.destroy(linger=1000)
+        self._bell.close()
+        self._bell_rope.close()
 
 
 class ZmqWorkerPort:
@@ -175,6 +202,7 @@ class QueueHub:
             queue.SimpleQueue() for _ in range(num_workers)
         ]
         self._to_client: queue.SimpleQueue[ToClient] = queue.SimpleQueue()
+        self._is_woken = False
         self._commands.append((0, messages.Hello()))
 
     def worker_port(self, rank: int) -> "QueueWorkerPort":
@@ -182,7 +210,15 @@ class QueueHub:
 
     def wait(self, timeout_seconds: float | None) -> None:
         with self._arrived:
-            self._arrived.wait_for(lambda: self._commands or self._replies, timeout_seconds)
+            self._arrived.wait_for(
+                lambda: self._commands or self._replies or self._is_woken, timeout_seconds
+            )
+            self._is_woken = False
+
+    def wake(self) -> None:
+        with self._arrived:
+            self._is_woken = True
+            self._arrived.notify()
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         with self._arrived:
@@ -199,6 +235,9 @@ class QueueHub:
     def send_workers(self, message: ToWorker) -> None:
         for box in self._to_worker:
             box.put(message)
+
+    def send_worker(self, rank: int, message: ToWorker) -> None:
+        self._to_worker[rank].put(message)
 
     def send_client(self, client: int, message: ToClient) -> None:
         assert client == 0, f"one process has one client, not {client}"

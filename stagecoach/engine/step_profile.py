@@ -89,6 +89,31 @@ def shape_of(plan: StepPlan) -> StepShape | None:
     )
 
 
+class StepTimes:
+    """What plans of windows take while they serve; told when there is time to listen."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._clock = StageClock(num_stages)
+        self._shapes: dict[int, StepShape] = {}  # of plans in flight
+        self._measured: list[tuple[StepShape, tuple[float, ...]]] = []
+
+    def note_launched(self, plan: StepPlan) -> None:
+        """A plan whose time is of interest."""
+        if (shape := shape_of(plan)) is not None:
+            self._shapes[plan.step] = shape
+
+    def note(self, step: int, stage: int, busy_seconds: float) -> None:
+        """A stage is done with a plan."""
+        stage_seconds = self._clock.note(step, stage, busy_seconds)
+        if stage_seconds is not None and (shape := self._shapes.pop(step, None)) is not None:
+            self._measured.append((shape, stage_seconds))
+
+    def take(self) -> list[tuple[StepShape, tuple[float, ...]]]:
+        """What was measured since the last time: busy seconds of each stage, by shape."""
+        taken, self._measured = self._measured, []
+        return taken
+
+
 def make_ladder(
     *, max_windows: int, max_drafts: int, max_num_batched_tokens: int
 ) -> tuple[Rung, ...]:

@@ -12,13 +12,20 @@ from stagecoach.engine.messages import (
     Allocate,
     LoadProgress,
     PlanDone,
+    ProfileAnswer,
     RunPlan,
+    Shutdown,
+    StartProfile,
     StepEcho,
+    StopProfile,
+    TokenMasks,
     ToWorker,
     WorkerAllocated,
     WorkerReady,
 )
 from stagecoach.engine.ports import WorkerPort
+from stagecoach.engine.worker_profile import WorkerProfile
+from stagecoach.errors import EngineDeadError
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.topology import WorkerId
 from stagecoach.runner.stage_runner import Loaders, StageRunner
@@ -41,6 +48,7 @@ class Worker:
         self._name = worker.name
         self._port = port
         self._runner = StageRunner(config, worker, links, loaders)
+        self._profile = WorkerProfile(worker)
         self._next_step = 0
 
     def run(self) -> None:
@@ -63,18 +71,31 @@ class Worker:
             case Allocate(memory=memory):
                 self._runner.allocate(memory)
                 self._port.send(WorkerAllocated(worker=self._name))
+            case StartProfile() | StopProfile():
+                self._port.send(self._recorded(message))
             case _:
                 return False
         return True
 
+    def _recorded(self, message: StartProfile | StopProfile) -> ProfileAnswer:
+        paths: tuple[str, ...] = ()
+        try:
+            if isinstance(message, StartProfile):
+                self._profile.start(message.folder)
+            else:
+                paths = (str(self._profile.stop()),)
+        except (OSError, RuntimeError) as error:
+            return ProfileAnswer(query_id=message.query_id, error=f"{self._name}: {error}")
+        return ProfileAnswer(query_id=message.query_id, paths=paths)
+
     def _run_plan(self, encoded_plan: bytes) -> None:
-        arrival = time.perf_counter()
+        arrived = time.monotonic()
         plan = StepPlan.decode(encoded_plan)
         assert plan.step == self._next_step, f"expected step {self._next_step}:\n{plan}"
         self._next_step += 1
         digest = plan_digest(encoded_plan)
-        outcome = self._runner.run(plan)
-        step_seconds = time.perf_counter() - arrival
+        outcome = self._runner.run(plan, lambda: self._receive_masks(plan.step))
+        step_seconds = time.monotonic() - arrived
         busy_seconds = step_seconds - outcome.wait_seconds
         if outcome.rows is None:
             self._port.send(
@@ -83,6 +104,8 @@ class Worker:
                     step=plan.step,
                     digest=digest,
                     busy_seconds=busy_seconds,
+                    arrived=arrived,
+                    hop_seconds=outcome.wait_seconds,
                     differences=outcome.differences,
                 )
             )
@@ -94,9 +117,24 @@ class Worker:
             forward_seconds=outcome.forward_seconds,
             step_seconds=step_seconds,
             busy_seconds=busy_seconds,
+            arrived=arrived,
+            hop_seconds=outcome.wait_seconds,
             differences=outcome.differences,
         )
         self._port.send(PlanDone(worker=self._name, result=result))
+
+    def _receive_masks(self, step: int) -> bytes:
+        """What stands behind the plan for the worker that samples.
+
+        Raises:
+            EngineDeadError: the loop ended in between.
+        """
+        message = self._port.receive()
+        if isinstance(message, Shutdown):
+            raise EngineDeadError(f"the engine loop ended before the masks of step {step}")
+        assert isinstance(message, TokenMasks), f"step {step} waits for its masks: {message}"
+        assert message.step == step, f"masks of step {message.step} behind step {step}"
+        return message.masks
 
     def _progress_reporter(self) -> Callable[[int, int], None]:
         last = 0.0

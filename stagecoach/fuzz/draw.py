@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
+from stagecoach.fuzz.grammars import WANTED
 from stagecoach.fuzz.script import Ask, Script
 from stagecoach.request import SamplingParams
 
@@ -37,6 +38,7 @@ _STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 1},
     {"temperature": 0.0, "ignore_eos": True, "skip_reading_prefix_cache": True},
 )
+_NEVER_WITH_GRAMMARS = ("ignore_eos", "min_tokens")
 
 
 class Given(NamedTuple):
@@ -47,6 +49,7 @@ class Given(NamedTuple):
     layouts: tuple[tuple[int, int], ...]  # stages and ranks that the model can be split into
     draft: str | None  # a draft for the model; None: nothing to speculate with
     longest: int  # most tokens that the model takes
+    has_vocabulary: bool = False  # for requests that obey a grammar
 
 
 def draw_script(seed: int, index: int, given: Given) -> Script:
@@ -61,7 +64,7 @@ def draw_script(seed: int, index: int, given: Given) -> Script:
         draft_accuracy=random.choice((0.0, 0.5, 0.8, 0.9, 1.0)) if knows_answers else None,
         has_ragged_windows=speculation is not None and random.random() < 0.3,
         resets=_draw_resets(random),
-        requests=tuple(_draw_requests(random, engine)),
+        requests=tuple(_draw_requests(random, engine, has_vocabulary=given.has_vocabulary)),
     )
 
 
@@ -127,7 +130,7 @@ def _draw_layout(random: Random, given: Given, options: dict[str, Any]) -> None:
     options.setdefault("tensor_parallel_size", ranks)
 
 
-def _draw_requests(random: Random, engine: dict[str, Any]) -> list[Ask]:
+def _draw_requests(random: Random, engine: dict[str, Any], *, has_vocabulary: bool) -> list[Ask]:
     lengths = _lengths(engine)
     is_crowded = engine["max_model_len"] <= _CROWDED_LENGTH
     stem = random.choice(_FAMILIES), random.choice(lengths)
@@ -140,6 +143,8 @@ def _draw_requests(random: Random, engine: dict[str, Any]) -> list[Ask]:
         # Greedy, or in the one style of its prompt: so one-shot results are soon known.
         style = _STYLES[crc32(prompt.encode()) % len(_STYLES)]
         style = _GREEDY if random.random() < 0.4 else style
+        if has_vocabulary:
+            style = _constrain(style, prompt)
         params = SamplingParams(
             max_tokens=random.choice((6, 10) if is_crowded else (1, 2, 4, 4, 9)), **style
         )
@@ -160,6 +165,15 @@ def _draw_requests(random: Random, engine: dict[str, Any]) -> list[Ask]:
             )
         )
     return requests
+
+
+def _constrain(style: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """One prompt in three has a grammar, always the same, and ends with it."""
+    number, is_free = divmod(crc32(f"grammar of {prompt}".encode()), 3)
+    if is_free:
+        return style
+    kept = {name: value for name, value in style.items() if name not in _NEVER_WITH_GRAMMARS}
+    return kept | {"structured_outputs": WANTED[number % len(WANTED)]}
 
 
 def _draw_prompt(

@@ -5,9 +5,10 @@ Owns which options make no sense here, and which layouts and drafts there are fo
 
 from typing import Any
 
-from stagecoach.config import option, speculation_key
+from stagecoach.config import ResolvedConfig, option, speculation_key
 from stagecoach.errors import ConfigError
 from stagecoach.fuzz.draw import Given
+from stagecoach.fuzz.grammars import has_vocabulary
 from stagecoach.fuzz.script import Script
 from stagecoach.resolve import resolve
 
@@ -66,22 +67,29 @@ def find_given(model: str, options: dict[str, Any], *, is_costly: bool = False) 
     ranks = _allowed("tensor_parallel_size", options, _RANKS)
     layouts = []
     refused: ConfigError | None = None
-    longest = 0
+    config: ResolvedConfig | None = None
     for num_stages in stages:
         for num_ranks in ranks:
             layout = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": num_ranks}
             try:
                 script = Script(model=model, engine=options | layout, requests=())
-                longest = resolve(script.engine_config()).max_model_len
+                config = resolve(script.engine_config())
                 layouts.append((num_stages, num_ranks))
             except ConfigError as error:
                 refused = refused or error
-    if not layouts:
+    if config is None:
         assert refused is not None
         raise refused
     if is_costly:
         layouts = [layout for layout in layouts if layout[0] * layout[1] <= 4]
-    return Given(model, options, tuple(layouts), _DRAFTS.get(model), longest)
+    return Given(
+        model,
+        options,
+        tuple(layouts),
+        _DRAFTS.get(model),
+        longest=config.max_model_len,
+        has_vocabulary=has_vocabulary(config),
+    )
 
 
 def _allowed(name: str, options: dict[str, Any], sizes: Any) -> tuple[int, ...]:

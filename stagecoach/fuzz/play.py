@@ -5,6 +5,7 @@ of a script is the same run.
 """
 
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from stagecoach.errors import ConfigError
 from stagecoach.fuzz import check
 from stagecoach.fuzz.check import Finding
 from stagecoach.fuzz.drafts import KnowingDrafter, Knowledge, ScatteredPolicy
+from stagecoach.fuzz.grammars import Obedience
 from stagecoach.fuzz.oracle import Answer, Expected, Oracle, seed_of
 from stagecoach.fuzz.script import Ask, Script
 from stagecoach.fuzz.turns import TurnEngine
@@ -66,15 +68,19 @@ class Outcome(NamedTuple):
     finding: Finding | None
 
 
-class Player:
-    """Runs scripts; what is loaded and known stays from one to the next."""
+class Judge:
+    """Says of any run what is wrong with it; what it knows stays from one to the next."""
 
-    def __init__(self) -> None:
-        self._layouts = Layouts()
-        self.oracle = Oracle(self._layouts)
+    def __init__(self, layouts: Layouts) -> None:
+        self.oracle = Oracle(layouts)
+        self._obedience = Obedience()
 
-    def play(self, script: Script) -> Outcome:
-        """Run a script to its end or to the first finding.
+    def play(
+        self,
+        script: Script,
+        run: Callable[[Script, ResolvedConfig, list[Expected], list[Played]], EngineStats],
+    ) -> Outcome:
+        """Have `run` fill in the requests of a script, and judge them.
 
         Raises:
             ConfigError, CapacityError, CheckpointError: it cannot be run.
@@ -83,12 +89,32 @@ class Player:
         expected = self.oracle.expect(script, config)
         requests = [Played() for _ in expected]
         try:
-            stats = self._run(script, config, expected, requests)
+            stats = run(script, config, expected, requests)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever ends an engine is a finding
             return Outcome(requests, None, finding_of(error))
-        return Outcome(requests, stats, check.check(script, expected, requests, stats))
+        finding = check.check(script, expected, requests, stats) or self._obedience.check(
+            config, expected, [played.answer for played in requests]
+        )
+        return Outcome(requests, stats, finding)
+
+
+class Player:
+    """Runs scripts; what is loaded and known stays from one to the next."""
+
+    def __init__(self) -> None:
+        self._layouts = Layouts()
+        self._judge = Judge(self._layouts)
+        self.oracle = self._judge.oracle
+
+    def play(self, script: Script) -> Outcome:
+        """Run a script to its end or to the first finding.
+
+        Raises:
+            ConfigError, CapacityError, CheckpointError: it cannot be run.
+        """
+        return self._judge.play(script, self._run)
 
     def _run(
         self,

@@ -13,13 +13,11 @@ import msgspec
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.engine.messages import EngineStats
-from stagecoach.errors import ConfigError, StagecoachError
-from stagecoach.fuzz import check
-from stagecoach.fuzz.oracle import Expected, Oracle, seed_of
-from stagecoach.fuzz.play import Outcome, Played, finding_of, is_due, may_arrive, next_turn
+from stagecoach.errors import StagecoachError
+from stagecoach.fuzz.oracle import Expected, seed_of
+from stagecoach.fuzz.play import Judge, Outcome, Played, is_due, may_arrive, next_turn
 from stagecoach.fuzz.script import Script
 from stagecoach.fuzz.workers import Layouts
-from stagecoach.resolve import resolve
 from stagecoach.schedule.commit import Progress
 
 # Between two pieces of news; a worker that hangs is noticed by the engine itself.
@@ -33,20 +31,12 @@ class ProcessPlayer:
     """An engine a script; one-shot results come from this process."""
 
     def __init__(self) -> None:
-        self.oracle = Oracle(Layouts())
+        self._judge = Judge(Layouts())
+        self.oracle = self._judge.oracle
 
     def play(self, script: Script) -> Outcome:
         """As Player.play."""
-        config = resolve(script.engine_config())
-        expected = self.oracle.expect(script, config)
-        requests = [Played() for _ in expected]
-        try:
-            stats = _run(script, config, expected, requests)
-        except ConfigError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever ends an engine is a finding
-            return Outcome(requests, None, finding_of(error))
-        return Outcome(requests, stats, check.check(script, expected, requests, stats))
+        return self._judge.play(script, _run)
 
 
 def _run(

@@ -182,6 +182,11 @@ def _plainer(ask: Ask) -> Iterator[Ask]:
     yield replace(ask, turn=ask.turn // 2)
     params, most = ask.params, ask.params.max_tokens or 1
     yield replace(ask, params=SamplingParams(**_GREEDY, max_tokens=most))
+    if params.structured_outputs is not None:
+        bare = SamplingParams(
+            temperature=0.0, max_tokens=most, structured_outputs=params.structured_outputs
+        )
+        yield replace(ask, params=bare)
     for num_tokens in (1, most // 2, most - 1):
         if 0 < num_tokens < most:
             shorter = replace(

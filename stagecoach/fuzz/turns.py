@@ -17,6 +17,7 @@ from stagecoach.engine.messages import (
     Outputs,
     PlanDone,
     RequestRefused,
+    RunPlan,
     ToClient,
     ToEngine,
     ToWorker,
@@ -25,6 +26,7 @@ from stagecoach.fuzz.workers import Layouts, WorkerSet
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.shadow import Verdict
+from stagecoach.schedule.step_plan import StepPlan
 
 
 class TurnEngine:
@@ -39,7 +41,10 @@ class TurnEngine:
     ) -> None:
         self._port = _TurnPort()
         self._port.workers = layouts.start(config, self._port.reply, drafter)
-        self._loop = EngineLoop(config, self._port, make_policy, _refuse_wrong)
+        # A grammar is compiled in the turn that asks for it.
+        self._loop = EngineLoop(
+            config, self._port, make_policy, _refuse_wrong, start_compile=lambda job: job()
+        )
         self._loop.start()
 
     @property
@@ -79,6 +84,12 @@ def _refuse_wrong(verdict: Verdict) -> None:
     )
 
 
+def waits_for_masks(message: RunPlan) -> bool:
+    """Whether TokenMasks come behind the plan."""
+    plan = StepPlan.decode(message.encoded_plan)
+    return any(segment.is_constrained for segment in plan.segments)
+
+
 class _TurnPort:
     """LoopPort over workers that have answered when `send_workers` returns."""
 
@@ -87,9 +98,14 @@ class _TurnPort:
         self.to_engine: deque[ToEngine] = deque()
         self._replies: deque[tuple[int, FromWorker]] = deque()
         self._answers: list[ToClient] = []
+        # A plan that is executed when its masks are here.
+        self._unmasked: RunPlan | None = None
 
     def wait(self, timeout_seconds: float | None) -> None:
         """Nothing ever comes later."""
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
 
     def receive_clients(self) -> list[tuple[int, ToEngine]]:
         received = [(0, message) for message in self.to_engine]
@@ -101,7 +117,16 @@ class _TurnPort:
 
     def send_workers(self, message: ToWorker) -> None:
         assert self.workers is not None
-        self.workers.send(message)
+        if isinstance(message, RunPlan) and waits_for_masks(message):
+            self._unmasked = message
+        else:
+            self.workers.send(message)
+
+    def send_worker(self, rank: int, message: ToWorker) -> None:
+        assert self.workers is not None and self._unmasked is not None, f"unasked: {message}"
+        self.workers.hand_over(rank, message)
+        plan, self._unmasked = self._unmasked, None
+        self.workers.send(plan)
 
     def send_client(self, client: int, message: ToClient) -> None:
         assert client == 0, f"one client, not {client}"

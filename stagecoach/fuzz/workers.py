@@ -5,6 +5,7 @@ caller's thread; ranks of a stage, which wait for each other, in a thread each. 
 and links are new with every engine.
 """
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -58,13 +59,14 @@ class WorkerSet:
         self, grid: "_Grid", config: ResolvedConfig, reply: Reply, drafter: Drafter | None
     ) -> None:
         self._grid = grid
+        self._ports = [_TurnPort(worker.rank, reply) for worker in grid.topology.workers]
         mesh = ThreadMesh(grid.topology)
         self._workers = [
             Worker(
                 config,
                 worker,
                 Links(mesh.links(worker).transport, grid.tensor_parallel[worker.rank]),
-                _ReplyPort(worker.rank, reply),
+                self._ports[worker.rank],
                 grid.loaders(worker.rank, drafter),
             )
             for worker in grid.topology.workers
@@ -78,6 +80,10 @@ class WorkerSet:
         """
         self._each(lambda worker: worker.handle(message))
 
+    def hand_over(self, rank: int, message: ToWorker) -> None:
+        """What this worker will find when it waits for a message in the middle of the next."""
+        self._ports[rank].messages.append(message)
+
     def _each(self, act: Callable[[Worker], Any]) -> None:
         self._grid.run(lambda rank: act(self._workers[rank]))
 
@@ -86,10 +92,7 @@ class _Grid:
     """Models of one layout, and the threads of its tensor-parallel ranks."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        self.topology = Topology(
-            num_stages=config.engine.pipeline_parallel_size,
-            tp_size=config.engine.tensor_parallel_size,
-        )
+        self.topology = Topology.of(config.engine)
         self._mesh = ThreadMesh(self.topology)
         self.tensor_parallel: list[TensorParallel] = [
             self._mesh.links(worker).tensor_parallel for worker in self.topology.workers
@@ -140,15 +143,17 @@ class _Grid:
             raise error
 
 
-class _ReplyPort:
-    """A worker's port that only sends."""
+class _TurnPort:
+    """A worker's port where nothing comes later: what it waits for is there."""
 
     def __init__(self, rank: int, reply: Reply) -> None:
         self._rank = rank
         self._reply = reply
+        self.messages: deque[ToWorker] = deque()
 
     def receive(self) -> ToWorker:
-        raise AssertionError("messages are handed over, not waited for")
+        assert self.messages, "waits for what was not handed over"
+        return self.messages.popleft()
 
     def send(self, message: FromWorker) -> None:
         self._reply(self._rank, message)

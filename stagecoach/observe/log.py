@@ -41,6 +41,14 @@ def configure(worker: str, *, level: str = "info") -> None:
     logger.propagate = False
 
 
+def adopt(library: str) -> None:
+    """Have the lines of a library look like ours, in a process that nobody else configures."""
+    logger = logging.getLogger(library)
+    ours = logging.getLogger(_ROOT).handlers
+    logger.handlers[:] = [item for item in ours if isinstance(item.formatter, _Formatter)]
+    logger.propagate = False
+
+
 class _Formatter(logging.Formatter):
     def __init__(self, worker: str) -> None:
         super().__init__("%(asctime)s %(level)-7s %(worker)s  %(message)s", datefmt="%H:%M:%S")

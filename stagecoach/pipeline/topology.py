@@ -6,6 +6,8 @@ ranks of a stage are neighbours. Knows no process and no socket.
 
 from dataclasses import dataclass
 
+from stagecoach.config import EngineConfig
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerId:
@@ -26,6 +28,12 @@ class Topology:
 
     num_stages: int
     tp_size: int
+
+    @staticmethod
+    def of(engine: EngineConfig) -> "Topology":
+        return Topology(
+            num_stages=engine.pipeline_parallel_size, tp_size=engine.tensor_parallel_size
+        )
 
     @property
     def num_workers(self) -> int:

@@ -3,14 +3,14 @@
 Owns the sampling table and the order of the work. Every rank of the stage computes its share
 of the head and of the drafter; only rank 0 samples, and has rows to return.
 
-    head -> verify -> [newest tokens to all ranks] -> the drafter's context rows, its block pass
+    head -> masks, verify -> [newest tokens to all ranks] -> the drafter's context rows, its blocks
 
 Dimensions: R sampled rows, S segments that sample, N segments that propose, K drafts of each,
 T tokens of the step.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,10 +38,16 @@ from stagecoach.runner.step_inputs import (
     build_sample_inputs,
     build_target_inputs,
 )
+from stagecoach.runner.token_masks import constrained_rows, mask_logits
 from stagecoach.schedule.step_plan import RowResult, StepPlan
 
 # Rows of logits of a prompt that exist at once: a whole chunk's would dwarf its activations.
 _HEAD_ROWS = 256
+
+
+def no_masks() -> bytes:
+    """The masks of a plan without constrained segments."""
+    raise AssertionError("nobody sends masks")
 
 
 class LastStage:
@@ -79,6 +85,7 @@ class LastStage:
         stream: ResidualStream,
         taps_TNH: Tensor | None = None,
         draft_rows_YRD: Tensor | None = None,
+        receive_masks: Callable[[], bytes] = no_masks,
     ) -> tuple[RowResult, ...] | None:
         """Rows of the plan's segments, in its order; None on ranks that do not sample.
 
@@ -86,10 +93,11 @@ class LastStage:
             step: `plan` as tensors.
             taps_TNH: what the drafter reads of the target; with a drafter only.
             draft_rows_YRD: the drafter's context rows; with a drafter only.
+            receive_masks: waits for the masks of the constrained segments, if there are any.
         """
         if self._table is not None:
             self._table.admit(plan.admissions)
-        sampled = self._sample(plan, stream)
+        sampled = self._sample(plan, stream, receive_masks)
         proposal = None
         if self._drafter is not None:
             assert taps_TNH is not None and draft_rows_YRD is not None, "the drafter lacks input"
@@ -107,7 +115,9 @@ class LastStage:
             with self._timed():
                 self._drafter.finish_context()
 
-    def _sample(self, plan: StepPlan, stream: ResidualStream) -> Sampled | None:
+    def _sample(
+        self, plan: StepPlan, stream: ResidualStream, receive_masks: Callable[[], bytes]
+    ) -> Sampled | None:
         """Tokens of the segments that sample, if this rank samples."""
         if not plan.num_samples:
             return None
@@ -116,7 +126,12 @@ class LastStage:
         table = self._table
         if table is None:
             return None
-        verdict = self._rule.verify(logits_RV, inputs, table)
+        allowed_RV = logits_RV
+        rows = constrained_rows(plan, inputs)
+        if rows:
+            # As late as can be: they are made while the layers run.
+            allowed_RV = mask_logits(logits_RV, rows, receive_masks())
+        verdict = self._rule.verify(allowed_RV, inputs, table)
         table.append(inputs.sampling_rows, verdict.token_ids_R, verdict.is_output(inputs))
         return Sampled(
             inputs=inputs,

@@ -6,6 +6,7 @@ because each step below is decided and computed row by row.
 
     raw logits -> logprobs
                -> logit_bias -> min_tokens -> penalties          (edits)
+               -> masks of grammars                              (token_masks.py)
                -> / temperature -> min_p -> top_k -> top_p       (cuts)
                -> argmax of what is left + Gumbel noise
 

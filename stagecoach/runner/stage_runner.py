@@ -25,7 +25,7 @@ from stagecoach.pipeline.stage import Stage, make_stages
 from stagecoach.pipeline.tap_relay import TapRelay
 from stagecoach.pipeline.topology import Topology, WorkerId
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
-from stagecoach.runner.last_stage import LastStage
+from stagecoach.runner.last_stage import LastStage, no_masks
 from stagecoach.runner.memory_moves import moves_pages
 from stagecoach.runner.step_inputs import build_step_tensors
 from stagecoach.schedule.step_plan import RowResult, StepPlan
@@ -65,10 +65,7 @@ class StageRunner:
         self._tensor_parallel = links.tensor_parallel
         self._dtype = DTYPES[config.dtype]
         self._stage: Stage = make_stages(config.partition)[worker.stage]
-        topology = Topology(
-            num_stages=config.engine.pipeline_parallel_size,
-            tp_size=config.engine.tensor_parallel_size,
-        )
+        topology = Topology.of(config.engine)
         stage, model = self._stage, config.model
         self._taps = config.speculation.draft.taps if config.speculation else None
         self._relay = TapRelay(self._taps, stage, model.hidden_size) if self._taps else None
@@ -141,8 +138,13 @@ class StageRunner:
         self._memory = DeviceMemory(self._config, self._stage, self._dtype, plan)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutcome:
-        """Execute one plan; plans come in order."""
+    def run(self, plan: StepPlan, receive_masks: Callable[[], bytes] = no_masks) -> StepOutcome:
+        """Execute one plan; plans come in order.
+
+        Args:
+            receive_masks: waits for `TokenMasks.masks` of the plan, on the rank that samples, if
+                the plan has constrained segments.
+        """
         assert self._model is not None and self._memory is not None, "load and allocate first"
         handoff, model = self._handoff, self._model
         handoff.begin_step(plan.step)
@@ -178,7 +180,7 @@ class StageRunner:
             if self._relay is not None:
                 taps_TNH = self._known_taps(relayed_TNH, stream)
                 draft_rows_YRD = self._memory.stage_memory.draft_rows_YRD
-            rows = self._last_stage.run(plan, step, stream, taps_TNH, draft_rows_YRD)
+            rows = self._last_stage.run(plan, step, stream, taps_TNH, draft_rows_YRD, receive_masks)
             forward_seconds += self._last_stage.head_seconds - head_seconds
         return StepOutcome(rows, forward_seconds, received - began, differences)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from stagecoach.errors import NonFiniteError
-from stagecoach.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from stagecoach.errors import GrammarError, NonFiniteError, StagecoachError
+from stagecoach.request import Constraint, FinishReason, Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.step_plan import RowResult, Segment
 from stagecoach.schedule.verify_window import VerifyWindow
 
@@ -25,6 +25,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | None = None  # the stop token id that ended it; None for end-of-sequence
     error: str | None = None  # why the finish reason is ERROR; opens with a name of errors.py
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved
+    first_planned: float | None = None  # monotonic seconds; None: not yet, or nobody said when
     steps: int = 0  # results applied to the request so far
     preemptions: int = 0
     num_windows: int = 0  # rows so far of windows that verified at least one draft
@@ -82,12 +83,12 @@ def apply_row(
     request.num_plans_in_flight -= 1
     request.num_steps += 1
     if not row.is_finite:
-        request.finish_reason = FinishReason.ERROR
-        request.error = (
-            f"{NonFiniteError.__name__}: NaN or infinity in what was computed for tokens "
-            f"[{segment.start}, {segment.end}) of the request"
+        return _end_with(
+            request,
+            NonFiniteError,
+            f"NaN or infinity in what was computed for tokens [{segment.start}, {segment.end}) of "
+            "the request",
         )
-        return progress_of(request)
     prompt_logprobs = _new_prompt_logprobs(request, segment, row)
     request.prompt_logprobs.extend(prompt_logprobs)
     if segment.sampling_row is None:
@@ -104,6 +105,10 @@ def apply_row(
         max_tokens=request.max_tokens,
         eos_token_ids=eos_token_ids,
     )
+    if request.constraint is not None:
+        committed = _obey(request.constraint, committed)
+        if request.constraint.error is not None:
+            return _end_with(request, GrammarError, request.constraint.error)
     logprobs = row.logprobs[: len(committed.token_ids)]
     if request.params.logprobs is not None:
         assert len(logprobs) == len(committed.token_ids), f"logprobs are missing: {row}"
@@ -112,9 +117,35 @@ def apply_row(
     request.is_sample_in_flight = False
     request.finish_reason = committed.finish_reason
     if committed.finish_reason is None:
-        request.draft_token_ids = row.draft_token_ids
-        request.confidences = row.confidences
+        _take_drafts(request, row)
     return progress_of(request, committed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _end_with(request: Request, kind: type[StagecoachError], reason: str) -> Progress:
+    request.finish_reason = FinishReason.ERROR
+    request.error = f"{kind.__name__}: {reason}"
+    return progress_of(request)
+
+
+def _obey(constraint: Constraint, committed: CommittedRow) -> CommittedRow:
+    """Take a row that counts through the request's grammar, whose end may be the request's.
+
+    A text usually ends with an end token. Where none may stand behind it, nothing else may.
+    """
+    if constraint.error is None:
+        constraint.advance(committed.token_ids)
+    if committed.finish_reason is None and constraint.is_finished:
+        return committed._replace(finish_reason=FinishReason.STOP)
+    return committed
+
+
+def _take_drafts(request: Request, row: RowResult) -> None:
+    """Keep what was proposed, as far as the request's grammar makes it worth verifying."""
+    num_useful = len(row.draft_token_ids)
+    if request.constraint is not None:
+        num_useful = request.constraint.num_useful_drafts(row.draft_token_ids)
+    request.draft_token_ids = row.draft_token_ids[:num_useful]
+    request.confidences = row.confidences[:num_useful]
 
 
 def _stand_behind(request: Request, segment: Segment, row: RowResult) -> None:
@@ -160,6 +191,7 @@ def progress_of(
         stop_reason=committed.stop_reason,
         error=request.error,
         num_cached_tokens=request.num_cached_tokens,
+        first_planned=request.first_planned,
         steps=request.num_steps,
         preemptions=request.num_preemptions,
         num_windows=request.num_windows,

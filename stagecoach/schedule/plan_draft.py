@@ -6,6 +6,8 @@ nothing: the scheduler has chosen the request and the length, and taken the page
 
 from typing import NamedTuple
 
+import msgspec
+
 from stagecoach.cache.memory_moves import NO_MOVES, MemoryMoves
 from stagecoach.cache.prefix_hash import prefix_digest
 from stagecoach.request import Request
@@ -70,6 +72,7 @@ class PlanDraft:
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row,
             proposes=proposes,
+            is_constrained=request.constraint is not None,
             read_digest=self._read_digest(request),
         )
         request.draft_token_ids = request.confidences = ()
@@ -101,6 +104,7 @@ class PlanDraft:
             page_table=request.page_ids.tobytes(),
             sampling_row=request.sampling_row if is_final else None,
             proposes=proposes,
+            is_constrained=is_final and request.constraint is not None,
             read_digest=self._read_digest(request),
             prompt_logprob_targets=_prompt_logprob_targets(request, start, end),
             num_prompt_logprobs=request.params.prompt_logprobs or 0,
@@ -152,7 +156,8 @@ class PlanDraft:
         return SamplingEntry(
             row=request.sampling_row,
             request_id=request.request_id,
-            params=params,
+            # Masks say what the grammar means to them.
+            params=msgspec.structs.replace(params, structured_outputs=None),
             seed=request.seed,
             stop_token_ids=tuple(sorted(stops)),
             num_prompt_tokens=request.num_prompt_tokens,

@@ -32,6 +32,13 @@ class Queues:
         assert request.is_shadow, f"jumps the queue: {request}"
         self.running[request.request_id] = self.prefilling[request.request_id] = request
 
+    def state_of(self, request: Request) -> str:
+        """Which one it is of waiting, prefilling, sampling and ready."""
+        for name, queue in (("prefilling", self.prefilling), ("ready", self.ready)):
+            if request.request_id in queue:
+                return name
+        return "sampling" if request.request_id in self.running else "waiting"
+
     def chunk_order(self) -> list[Request]:
         """Requests between two chunks, those that nobody waits for last."""
         return sorted(self.prefilling.values(), key=lambda request: request.is_shadow)

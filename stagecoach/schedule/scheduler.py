@@ -10,9 +10,11 @@ the oldest plan's result. Knows no tensor, no clock and no process.
 """
 
 from collections import deque
+from itertools import chain, islice
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.prefix_cache import Hit, PrefixCache
+from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
 from stagecoach.errors import StalledError
 from stagecoach.request import FinishReason, Request
 from stagecoach.schedule.admission import check_request
@@ -112,6 +114,11 @@ class Scheduler:
         return sum(not request.is_shadow for request in self._queues.running.values())
 
     @property
+    def request_ids(self) -> list[int]:
+        """Of all requests that are alive, and of shadows that run."""
+        return list(self._requests)
+
+    @property
     def num_pages(self) -> int:
         """Pages that can be handed out: all but the null page."""
         return self._cache.num_pages
@@ -155,6 +162,20 @@ class Scheduler:
         """The launched plan of that number, with its encoded form."""
         return self._in_flight[step - self._in_flight[0].plan.step]
 
+    def check(self, request: Request) -> int:
+        """Its `max_tokens`, capped to what fits; nothing changes.
+
+        Raises:
+            RequestError: it could never be served; names the field.
+        """
+        return check_request(
+            request,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            block_size=self._block_size,
+            num_pages=self.num_pages,
+        )
+
     def add(self, request: Request) -> None:
         """Queue a fresh request behind all others, with `max_tokens` capped to what fits.
 
@@ -162,13 +183,7 @@ class Scheduler:
             RequestError: it could never be served; names the field. Nothing has changed then.
         """
         assert request.request_id not in self._requests, f"id in use: {request.request_id}"
-        request.max_tokens = check_request(
-            request,
-            vocab_size=self._vocab_size,
-            max_model_len=self._max_model_len,
-            block_size=self._block_size,
-            num_pages=self.num_pages,
-        )
+        request.max_tokens = self.check(request)
         request.is_filed = self._cache.is_enabled and not request.is_shadow
         self._memory.begin(request)
         request.arrival_index = self._num_added
@@ -194,10 +209,13 @@ class Scheduler:
         for request in self._queues.running.values():
             request.is_filed = False
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now: float | None = None) -> StepPlan | None:
         """The next step plan, launched: windows, then chunks of running requests, then new ones.
 
         None if the pipeline is full or nothing can be computed before a result is in.
+
+        Args:
+            now: what the requests that begin with this plan note as their `first_planned`.
         """
         if not self.can_launch:
             return None
@@ -209,7 +227,7 @@ class Scheduler:
         )
         self._plan_windows(draft)
         self._plan_chunks(draft)
-        self._admit(draft)
+        self._admit(draft, now)
         if draft.is_empty:
             # Seniority makes this impossible; a silent stall would be the worst of faults.
             if self._requests and not self._in_flight:
@@ -266,6 +284,20 @@ class Scheduler:
         self.shadows.note_differences(plan.step, result.differences)
         self._cache.note_committed(plan.step)
         return progress
+
+    def oldest_requests(self, count: int) -> list[tuple[Request, str]]:
+        """Up to `count` of clients with their states: those that run, then those that wait."""
+        queues = self._queues
+        alive = (r for r in chain(queues.running.values(), queues.waiting) if not r.is_shadow)
+        return [(request, queues.state_of(request)) for request in islice(alive, count)]
+
+    def slot_states(self) -> bytes:
+        """One byte a state slot, from slot 1 on: 0 vacant, 1 a request's, 2 a checkpoint's."""
+        states = bytearray(self._cache.taken_slots.replace(b"\x01", b"\x02"))
+        for request in self._queues.running.values():
+            assert request.slot is not None, f"runs without a slot: {request}"
+            states[request.slot - NUM_RESERVED_SLOTS] = 1
+        return bytes(states)
 
     def check_integrity(self) -> None:
         """Prove that every page, slot and row is free or owned once, and every queue in order."""
@@ -374,12 +406,14 @@ class Scheduler:
         if is_final:
             del self._queues.prefilling[request.request_id]
 
-    def _admit(self, draft: PlanDraft) -> None:
+    def _admit(self, draft: PlanDraft, now: float | None) -> None:
         self._start_shadows(draft)
         while draft.budget and (hit := self._find_start()) is not None:
             request = self._queues.waiting[0]
             self._queues.start(request)
             self._memory.admit(request, hit)
+            if not request.num_preemptions:
+                request.first_planned = now
             if hit.checkpoint is not None and not request.num_preemptions:
                 self.shadows.note_hit(request, hit.checkpoint)
             self._plan_chunk(request, draft)

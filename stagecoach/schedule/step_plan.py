@@ -56,6 +56,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     page_table: bytes
     sampling_row: int | None = None  # row of the sampling table; None: samples nothing
     proposes: bool = False  # the drafter proposes a block behind what this segment samples
+    # Tokens are chosen under a grammar: a mask for each row that samples comes behind the plan.
+    is_constrained: bool = False
     # The token that follows each of the first rows, where prompt logprobs are wanted.
     prompt_logprob_targets: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0  # alternatives beside each target
@@ -78,6 +80,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         first = self.start - self.replay if self.is_window else self.start
         for save in self.saves:
             assert first < save.position <= self.certain_end, f"bad save: {self}"
+        assert is_sampled or not self.is_constrained, f"not sampled: {self}"
         assert is_sampled or not self.reports_logits, f"not sampled: {self}"
         assert len(self.prompt_logprob_targets) <= self.num_tokens, f"bad targets: {self}"
 
@@ -113,6 +116,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             f"saves {saves or '-'}",
             f"pages {_join(self.page_ids)}",
             f"sample {'-' if self.sampling_row is None else self.sampling_row}",
+            f"masks {'yes' if self.is_constrained else '-'}",
             f"propose {'yes' if self.proposes else '-'}",
             f"targets {_join(self.prompt_logprob_targets)} top {self.num_prompt_logprobs}",
             f"tokens {_join(self.token_ids)}",
@@ -242,6 +246,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     forward_seconds: float = 0.0  # inside the last stage's layers
     step_seconds: float = 0.0  # from the plan's arrival at the last stage to this result
     busy_seconds: float = 0.0  # of it, not waiting for the stage before
+    arrived: float = 0.0  # monotonic seconds when the last stage began with the plan
+    hop_seconds: float = 0.0  # since then, waiting for the stage before
     # One a comparison of the plan: the largest relative difference of any layer's state here.
     differences: tuple[float, ...] = ()
 
@@ -267,8 +273,8 @@ _NUMBER = re.compile(r"\d+")
 _SEGMENT_LINE = re.compile(
     r"request (?P<request>\d+)\.(?P<epoch>\d+)  span \[(?P<start>\d+),\d+\)  drafts (?P<drafts>\d+)"
     r"  state (?P<read>\d+)\+(?P<replay>\d+)->(?P<write>\d+)  saves (?P<saves>\S+)"
-    r"  pages (?P<pages>\S+)  sample (?P<sample>\S+)  propose (?P<propose>\S+)"
-    r"  targets (?P<targets>\S+) top (?P<top>\d+)  tokens (?P<tokens>\S+)"
+    r"  pages (?P<pages>\S+)  sample (?P<sample>\S+)  masks (?P<masks>\S+)"
+    r"  propose (?P<propose>\S+)  targets (?P<targets>\S+) top (?P<top>\d+)  tokens (?P<tokens>\S+)"
 )
 
 
@@ -297,6 +303,7 @@ def _parse_segment(line: str) -> Segment:
         page_table=pack_page_table(_split(match["pages"])),
         sampling_row=None if match["sample"] == "-" else int(match["sample"]),
         proposes=match["propose"] == "yes",
+        is_constrained=match["masks"] == "yes",
         prompt_logprob_targets=_split(match["targets"]),
         num_prompt_logprobs=int(match["top"]),
     )

@@ -23,6 +23,11 @@ _PROMPT_OPTIONS = ("tool_choice", "response_format", "thinking_effort")
 _UNREADABLE_FIELDS = ("audio", "function_call")
 
 
+def is_xtml(model_type: str) -> bool:
+    """Whether the model's chat format is XTML; others have the template of their checkpoint."""
+    return model_type in _XTML_MODELS
+
+
 def render_messages(
     model_type: str,
     tokenizer: Tokenizer,
@@ -38,13 +43,14 @@ def render_messages(
         messages: each with a role and its content, which is text or parts of text.
         tools: what the model may call.
         options: of Kimi-K3, those of `chat_format.render`; of others, `tool_choice` "auto" or
-            "none", `add_generation_prompt`, and whatever the checkpoint's template reads.
+            "none", `add_generation_prompt`, `thinking`, `thinking_effort` if the checkpoint's
+            template reads `reasoning_effort`, and whatever else it reads.
 
     Raises:
         RequestError: names the field that the format cannot write.
     """
     _check_messages(messages)
-    if model_type in _XTML_MODELS:
+    if is_xtml(model_type):
         for name in options:
             if name not in _XTML_OPTIONS:
                 raise RequestError(name, f"no option of the chat format of {model_type}")
@@ -55,9 +61,7 @@ def render_messages(
             f"the checkpoint has no chat template, and no chat format of model_type {model_type} "
             "is known; give the prompt as text or token ids",
         )
-    _check_template_options(options)
-    variables = {key: value for key, value in options.items() if key not in _PROMPT_OPTIONS}
-    variables.setdefault("add_generation_prompt", True)
+    variables = _template_variables(options, tokenizer.chat_template.variables)
     # What cannot be said of the tools is said by not naming any.
     variables["tools"] = None if options.get("tool_choice") == "none" else tools or None
     return tokenizer.chat_template.render(tokenizer, _with_joined_parts(messages), **variables)
@@ -88,7 +92,7 @@ def make_parser(
         ValueError: a stop string is empty.
     """
     rules = StopRules(tuple(stop), include_stop_str_in_output, min_tokens)
-    if model_type in _XTML_MODELS:
+    if is_xtml(model_type):
         return XtmlParser(
             tokenizer,
             prompt_token_ids=prompt_token_ids,
@@ -126,12 +130,25 @@ def parse_answer(
     return parse_whole(parser, token_ids)
 
 
-def _check_template_options(options: Mapping[str, Any]) -> None:
-    accepted = {
+def _template_variables(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """`options` under the names that a template has for them, of the variables that it reads."""
+    _check_template_options(options, known)
+    variables = {key: value for key, value in options.items() if key not in _PROMPT_OPTIONS}
+    variables.setdefault("add_generation_prompt", True)
+    if options.get("thinking_effort") is not None:
+        variables["reasoning_effort"] = options["thinking_effort"]
+    if "thinking" in variables and "thinking" not in known:
+        variables["enable_thinking"] = variables["thinking"]
+    return variables
+
+
+def _check_template_options(options: Mapping[str, Any], known: frozenset[str]) -> None:
+    accepted: dict[str, tuple[Any, ...]] = {
         "tool_choice": (None, "auto", "none"),
         "response_format": (None, "text", {"type": "text"}),
-        "thinking_effort": (None,),
     }
+    if "reasoning_effort" not in known:
+        accepted["thinking_effort"] = (None,)
     for name, values in accepted.items():
         if options.get(name) not in values:
             raise RequestError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,6 +58,11 @@ class ChatTemplate:
             _compiled(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names that it reads of what `render` is given."""
+        return _variables(self.source)
 
     def render(
         self, tokenizer: TemplateTokenizer, messages: Sequence[Mapping[str, Any]], **variables: Any
@@ -217,13 +222,23 @@ class _GenerationBlock(Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    return environment
 
 
 def _tojson(

@@ -28,7 +28,12 @@ _HEADER = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?")
 
 
 class MarkerParser:
-    """A MessageParser. The id of a call is the whole of its header, as the format has it."""
+    """A MessageParser. The id of a call is the whole of its header, as the format has it.
+
+    Attributes:
+        place: what the next token is part of.
+        has_reasoned: whether reasoning began, in the prompt's part of the answer too.
+    """
 
     def __init__(
         self,
@@ -40,17 +45,20 @@ class MarkerParser:
         rules: StopRules = NO_STOPS,
     ) -> None:
         self.num_reasoning_tokens = 0
+        self.content_tokens: list[int] = []
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._writer = MessageWriter()
-        self._place = "content"
+        self.place: str = "content"
+        self.has_reasoned = False
         self._header: list[str] = []
         self._is_call_open = False
         self._has_arguments = False
         for token_id in _after_last(prompt_token_ids, eos_token_ids):
             self._read(token_id)
         self.num_reasoning_tokens = 0
+        self.content_tokens.clear()
         self._writer.begin_answer(rules)
 
     @property
@@ -80,15 +88,18 @@ class MarkerParser:
             self._enter(_PLACES[name])
             return
         data = bytes_of(self._tokenizer, token_id, skip_special_tokens=self._skip_special_tokens)
-        self.num_reasoning_tokens += self._place == "reasoning" and name is None
+        if name is None and self.place == "reasoning":
+            self.num_reasoning_tokens += 1
+        elif name is None and self.place == "content":
+            self.content_tokens.append(self._writer.num_tokens - 1)
         self._text(self._decoder.decode(data))
 
     def _text(self, text: str) -> None:
-        if self._place == "reasoning":
+        if self.place == "reasoning":
             self._writer.reasoning(text)
-        elif self._place == "content":
+        elif self.place == "content":
             self._writer.content(text)
-        elif self._place == "header":
+        elif self.place == "header":
             self._header.append(text)
         elif self._is_call_open and text:
             self._has_arguments = True
@@ -109,7 +120,8 @@ class MarkerParser:
             # A header that no arguments follow names no call.
             self._writer.stray(header)
             self._writer.end_text()
-        self._place = place
+        self.place = place
+        self.has_reasoned |= place == "reasoning"
 
 
 def _after_last(token_ids: Sequence[int], ends: Sequence[int]) -> Sequence[int]:

@@ -61,6 +61,7 @@ class MessageParser(Protocol):
         stop_match: set once a stop string is found; the caller ends the request and cuts its
             tokens there. Nothing is said beyond it.
         num_reasoning_tokens: tokens whose text is reasoning; markers are not among them.
+        content_tokens: which of the tokens read, counted from 0, have a text that is content.
     """
 
     @property
@@ -68,6 +69,9 @@ class MessageParser(Protocol):
 
     @property
     def num_reasoning_tokens(self) -> int: ...
+
+    @property
+    def content_tokens(self) -> Sequence[int]: ...
 
     def push(self, token_ids: Iterable[int]) -> MessageDelta:
         """Read tokens; return what is now certain. Begun markers and characters are held back."""

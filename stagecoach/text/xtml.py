@@ -70,6 +70,9 @@ class XtmlReader:
 
     What opens like a tag but is none is text; a tag that is cut off by another marker, or for
     want of tokens, is dropped. Work is linear in the bytes.
+
+    Attributes:
+        is_at_marker: whether the token read last is one.
     """
 
     def __init__(self, tokenizer: TokenBytes, *, skip_special_tokens: bool = True) -> None:
@@ -77,10 +80,12 @@ class XtmlReader:
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tag: _BegunTag | None = None
+        self.is_at_marker = False
 
     def read(self, token_id: int) -> list[Event]:
         """What `token_id` completes."""
         name = self._tokenizer.special_name(token_id)
+        self.is_at_marker = name in _MARKERS
         if name in _MARKERS:
             return self._marker(name)
         data = bytes_of(self._tokenizer, token_id, skip_special_tokens=self._skip_special_tokens)

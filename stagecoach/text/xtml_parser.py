@@ -31,6 +31,7 @@ class XtmlParser:
         rules: StopRules = NO_STOPS,
     ) -> None:
         self.num_reasoning_tokens = 0
+        self.content_tokens: list[int] = []
         self._reader = XtmlReader(tokenizer, skip_special_tokens=skip_special_tokens)
         self._writer = MessageWriter()
         self._calls = ToolCallParser(self._writer)
@@ -40,11 +41,17 @@ class XtmlParser:
             self._read(token_id)
         self._is_ended = False
         self.num_reasoning_tokens = 0
+        self.content_tokens.clear()
         self._writer.begin_answer(rules)
 
     @property
     def stop_match(self) -> StopMatch | None:
         return self._writer.stop_match
+
+    @property
+    def channel(self) -> str | None:
+        """The channel that is open."""
+        return self._channel
 
     def push(self, token_ids: Iterable[int]) -> MessageDelta:
         """See MessageParser."""
@@ -95,6 +102,9 @@ class XtmlParser:
             self.num_reasoning_tokens += event.num_tokens
             self._writer.reasoning(event.text)
         elif self._channel == "response":
+            # What a marker proves to be text ended before it.
+            end = self._writer.num_tokens - self._reader.is_at_marker
+            self.content_tokens.extend(range(end - event.num_tokens, end))
             self._writer.content(event.text)
         elif self._channel == "tools":
             self._calls.text(event.text)

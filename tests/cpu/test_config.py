@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
+from stagecoach.config import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 
 _COUNTS = (
@@ -114,10 +114,6 @@ def test_workers_are_stages_times_ranks() -> None:
     assert config.num_workers == 6
 
 
-def test_docs_cover_every_field() -> None:
-    assert set(field_docs()) == {item.name for item in dataclasses.fields(EngineConfig)}
-
-
 def test_option_is_the_command_line_spelling() -> None:
     assert option("max_num_batched_tokens") == "--max-num-batched-tokens"
 
@@ -194,9 +190,3 @@ def test_what_is_no_object_is_refused(values: object) -> None:
 def test_a_draft_must_be_named() -> None:
     with pytest.raises(ConfigError, match="the key model is missing"):
         SpeculativeConfig.parse({"num_speculative_tokens": 3})
-
-
-def test_every_key_has_a_doc_line() -> None:
-    docs = field_docs(SpeculativeConfig)
-    assert list(docs) == [item.name for item in dataclasses.fields(SpeculativeConfig)]
-    assert all(len(doc) > 10 for doc in docs.values())

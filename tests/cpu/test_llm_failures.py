@@ -63,10 +63,10 @@ def test_an_exception_of_one_worker(llm: LLM, monkeypatch: pytest.MonkeyPatch, s
     run = StageRunner.run
 
     def break_it() -> None:
-        def failing(self: StageRunner, plan: Any) -> Any:
+        def failing(self: StageRunner, *arguments: Any) -> Any:
             if threading.current_thread().name == f"worker[{stage},0]":
                 raise RuntimeError("the device is gone")
-            return run(self, plan)
+            return run(self, *arguments)
 
         monkeypatch.setattr(StageRunner, "run", failing)
 

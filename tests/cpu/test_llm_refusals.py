@@ -43,7 +43,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ("", "at least one token"),
     ([[]], "at least one token"),
-    ([1] * MAX_MODEL_LEN, f"has {MAX_MODEL_LEN} tokens; at most {MAX_MODEL_LEN - 1} fit"),
+    ([1] * MAX_MODEL_LEN, f"{MAX_MODEL_LEN} tokens > {MAX_MODEL_LEN - 1} maximum"),
     ([1, 512], "token id 512 is not in 0..511"),
     ([-1], "token id -1 is not in"),
     ([[1.5]], "must be text or a list of token ids"),
@@ -85,7 +85,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_tokens": 99}, "min_tokens", "at most 16"),
     ({"seed": -1}, "seed", "at least 0"),
     ({"seed": MAX_SEED, "n": 2}, "seed", "seed + n - 1"),
-    ({"seed": 2**64}, "seed", "ints"),
+    ({"seed": 2**64}, "seed", "beyond 64 bits"),
     ({"logprobs": 21}, "logprobs", "at most 20"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
     ({"stop_token_ids": (512,)}, "stop_token_ids", "token id 512 is not in 0..511"),

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from stagecoach.errors import RequestError
@@ -12,6 +13,7 @@ from stagecoach.request import (
     FinishReason,
     Request,
     SamplingParams,
+    StructuredOutputsParams,
     check_prompt,
 )
 
@@ -66,6 +68,7 @@ LIMITS = {"vocab_size": 100, "max_model_len": 50}
         ("logit_bias", {5: 101.0}),
         ("stop", ("",)),
         ("stop", ("fine", "")),
+        ("stop", ("x" * 2048, "y" * 2049)),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -104,7 +107,7 @@ def test_the_bounds_themselves_are_accepted(changes: dict[str, Any]) -> None:
     ("token_ids", "message"),
     [
         ([], "prompt: must hold at least one token"),
-        ([1] * 11, "prompt: has 11 tokens; at most 10 fit beside one output token"),
+        ([1] * 11, "prompt is too long: 11 tokens > 10 maximum; .* context length is 11 tokens"),
         ([1, 100], r"prompt: token id 100 is not in 0\.\.99"),
         ([-1, 200], r"prompt: token id -1 is not in 0\.\.99"),
     ],
@@ -174,3 +177,49 @@ def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="\n").stop_strings == ("\n",)
     assert SamplingParams(stop=("a", "b")).stop_strings == ("a", "b")
     assert SamplingParams(stop=None).stop_strings == SamplingParams().stop_strings == ()
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": {"type": "object"}},
+    {"json": '{"type": "object"}'},
+    {"json_object": True},
+    {"regex": "[ab]+"},
+    {"choice": ("yes", "no")},
+    {"grammar": 'start: "a"'},
+    {"structural_tag": {"type": "structural_tag"}},
+]
+
+
+@pytest.mark.parametrize("fields", GRAMMARS, ids=str)
+def test_one_grammar_is_accepted(fields: dict[str, Any]) -> None:
+    wanted = StructuredOutputsParams(**fields)
+    SamplingParams(structured_outputs=wanted).check(**LIMITS)
+    # Over the wire and back it is the same.
+    params = SamplingParams(structured_outputs=wanted)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("fields", "others", "reason"),
+    [
+        ({}, {}, "exactly one of json, json_object, regex"),
+        ({"json_object": False}, {}, "exactly one"),
+        ({"regex": "a", "choice": ("b",)}, {}, "not regex and choice"),
+        ({"json": {}, "structural_tag": "{}", "grammar": "x"}, {}, "json and grammar and struct"),
+        ({"choice": ()}, {}, "choice"),
+        ({"choice": ("a", "")}, {}, "choice"),
+        ({"choice": "yes"}, {}, "choice"),
+        ({"regex": 5}, {}, "regex"),
+        ({"json": [1]}, {}, "json"),
+        ({"json_object": "yes"}, {}, "json_object"),
+        ({"regex": "a"}, {"ignore_eos": True}, "ignore_eos=true"),
+        ({"regex": "a"}, {"min_tokens": 2}, "min_tokens=2"),
+    ],
+)
+def test_what_no_grammar_is_or_none_could_be_obeyed_with(
+    fields: dict[str, Any], others: dict[str, Any], reason: str
+) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), **others)
+    with pytest.raises(RequestError, match=reason) as caught:
+        params.check(**LIMITS)
+    assert caught.value.field == "structured_outputs"

@@ -112,7 +112,9 @@ class ScriptedPort:
     Attributes:
         events: what happens when the loop blocks, one each time.
         to_clients: all that clients were sent, with the client's index.
-        to_workers: all that every worker was sent.
+        to_workers: all that workers were sent, in order.
+        to_one_worker: what was for one of them, with its rank.
+        num_wakes: how often another thread has woken the loop.
         plans: launched and not answered, oldest first.
         most_in_flight: the greatest length of `plans` so far.
         answers_allocate: workers answer Allocate at once.
@@ -130,6 +132,8 @@ class ScriptedPort:
         self.encoded: dict[int, bytes] = {}
         self.most_in_flight = 0
         self.answers_allocate = True
+        self.to_one_worker: list[tuple[int, ToWorker]] = []
+        self.num_wakes = 0
         self._from_clients: deque[tuple[int, ToEngine]] = deque()
         self._from_workers: deque[tuple[int, FromWorker]] = deque()
 
@@ -237,6 +241,14 @@ class ScriptedPort:
                 self.encoded[plan.step] = encoded
                 self.plans.append(plan)
                 self.most_in_flight = max(self.most_in_flight, len(self.plans))
+
+    def send_worker(self, rank: int, message: ToWorker) -> None:
+        sent = messages.decode_to_worker(messages.encode(message))
+        self.to_workers.append(sent)
+        self.to_one_worker.append((rank, sent))
+
+    def wake(self) -> None:
+        self.num_wakes += 1
 
     def send_client(self, client: int, message: ToClient) -> None:
         self.to_clients.append((client, messages.decode_to_client(messages.encode(message))))

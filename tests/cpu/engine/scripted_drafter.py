@@ -81,7 +81,8 @@ class ScriptedDrafter:
     def _answer(self, start: int, prefix: tuple[int, ...]) -> list[int]:
         """The expected tokens behind the anchor; past the answer's end, any."""
         for answer in self._script.answers:
-            if answer[: start + 1] == prefix:
+            # A device goes on drafting behind a token that ends a request.
+            if answer[: start + 1] == prefix[: len(answer)]:
                 known = list(answer[start + 1 : start + 1 + self._script.num_drafts])
                 return known + [self._script.wrong_token] * (self._script.num_drafts - len(known))
         raise AssertionError(f"no expected answer begins with {prefix}")

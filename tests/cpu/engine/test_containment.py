@@ -243,7 +243,7 @@ def corrupt(
     spoilt: list[int] = []
     run = StageRunner.run
 
-    def spoil_and_run(self: StageRunner, plan: StepPlan) -> StepOutcome:
+    def spoil_and_run(self: StageRunner, plan: StepPlan, *masks: Any) -> StepOutcome:
         slot = pick(plan) if self._stage.index == stage else None
         if slot is not None and not spoilt:
             spoilt.append(slot)
@@ -253,7 +253,7 @@ def corrupt(
             assert states, f"no state to spoil on stage {stage}"
             for layer in states:
                 layer.recurrent_SHVK[slot] = torch.nan
-        return run(self, plan)
+        return run(self, plan, *masks)
 
     monkeypatch.setattr(StageRunner, "run", spoil_and_run)
     return spoilt

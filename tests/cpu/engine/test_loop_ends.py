@@ -246,7 +246,7 @@ def test_a_worker_that_fails_while_serving_ends_the_engine() -> None:
 def test_a_stall_reaches_the_callers_with_what_blocks_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stalled(_: Scheduler) -> None:
+    def stalled(_: Scheduler, now: float | None = None) -> None:
         raise StalledError("request 1.0 (waiting) wants 3 pages")
 
     run = LoopRun()

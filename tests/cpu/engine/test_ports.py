@@ -23,6 +23,8 @@ from stagecoach.engine.messages import (
     Shutdown,
     ToClient,
     ToEngine,
+    TokenMasks,
+    ToWorker,
     WorkerAllocated,
     WorkerFailed,
 )
@@ -157,6 +159,49 @@ def test_every_worker_gets_every_message_in_order(carrier: Carrier) -> None:
         lambda port=port: [port.receive() for _ in sent] for port in carrier.workers
     ]
     assert in_threads(calls) == [sent] * NUM_WORKERS
+
+
+def test_what_is_for_one_worker_keeps_its_place_among_what_is_for_all(carrier: Carrier) -> None:
+    plans = [RunPlan(encoded_plan=bytes([number])) for number in range(20)]
+    masks = [TokenMasks(step=number, masks=bytes(64)) for number in range(20)]
+    for plan, mask in zip(plans, masks, strict=True):
+        carrier.loop.send_workers(plan)
+        carrier.loop.send_worker(1, mask)
+    expected: list[list[ToWorker]] = [list(plans) for _ in range(NUM_WORKERS)]
+    expected[1] = [item for pair in zip(plans, masks, strict=True) for item in pair]
+    calls: list[Callable[[], list[ToWorker]]] = [
+        lambda port=port, items=items: [port.receive() for _ in items]
+        for port, items in zip(carrier.workers, expected, strict=True)
+    ]
+    assert in_threads(calls) == expected
+
+
+def test_any_thread_wakes_the_loop_once(carrier: Carrier) -> None:
+    from_clients(carrier.loop, 0)
+
+    def wait() -> float:
+        began = time.monotonic()
+        carrier.loop.wait(_SECONDS)
+        return time.monotonic() - began
+
+    def wake() -> float:
+        time.sleep(0.05)
+        carrier.loop.wake()
+        return 0.0
+
+    # While it waits; and a ring before the wait is not lost, nor are two of them two.
+    assert in_threads([wait, wake])[0] < _SECONDS / 2
+    carrier.loop.wake()
+    carrier.loop.wake()
+    assert wait() < _SECONDS / 2
+    began = time.monotonic()
+    carrier.loop.wait(0.05)
+    assert time.monotonic() - began >= 0.04
+
+
+def test_a_ring_behind_the_end_is_no_error(carrier: Carrier) -> None:
+    carrier.loop.close()
+    carrier.loop.wake()
 
 
 def test_replies_carry_their_workers_rank_and_keep_its_order(carrier: Carrier) -> None:

@@ -28,7 +28,8 @@ LAYOUTS = [(pp, tp) for pp in (1, 2, 3, 4) for tp in (1, 2, 4)]
 def test_layout_and_chunk_budget_change_nothing(
     pp: int, tp: int, checkpoint: Path, asks: list[Ask], expected: list[Answer]
 ) -> None:
-    for budget in BUDGETS:
+    # Every other budget, so that each meets each number of stages and of ranks.
+    for budget in BUDGETS[LAYOUTS.index((pp, tp)) % 2 :: 2]:
         client = start_client(
             checkpoint,
             pipeline_parallel_size=pp,

@@ -314,4 +314,4 @@ def test_live_plans_of_windows_reach_the_cost_table(
     busy = (*[0.25] * (num_stages - 1), 1.0)
     # The prompt's chunk is no window; the last of three tokens is never forwarded.
     assert [(shape.num_tokens, seconds) for shape, seconds in noted] == [(1, busy)] * 2
-    assert not loop._shapes
+    assert not loop._times._shapes

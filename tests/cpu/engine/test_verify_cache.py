@@ -177,14 +177,14 @@ def spoil_first_hit(
     first_steps: list[int] = []
     original = StageRunner.run
 
-    def spoil_and_run(self: StageRunner, plan: StepPlan) -> StepOutcome:
+    def spoil_and_run(self: StageRunner, plan: StepPlan, *masks: Any) -> StepOutcome:
         for segment in plan.segments:
             is_hit = segment.start > 0 and segment.read_slot != segment.write_slot
             if is_hit and is_there(self) and first_steps in ([], [plan.step]):
                 first_steps[:] = [plan.step]
                 spoil(self, segment)
                 break
-        return original(self, plan)
+        return original(self, plan, *masks)
 
     monkeypatch.setattr(StageRunner, "run", spoil_and_run)
 

@@ -20,12 +20,13 @@ from stagecoach.engine.messages import (
     RunPlan,
     Shutdown,
     StepEcho,
+    TokenMasks,
     ToWorker,
     WorkerAllocated,
     WorkerReady,
 )
 from stagecoach.engine.worker import Worker
-from stagecoach.errors import CheckpointError
+from stagecoach.errors import CheckpointError, EngineDeadError
 from stagecoach.pipeline.stage import make_stages
 from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology
@@ -175,6 +176,50 @@ def test_every_worker_tells_what_it_found_comparing() -> None:
         assert without == ()
         equal, unequal = with_two
         assert equal < 1e-5 and unequal == 1.0
+
+
+def constrained(step: int) -> StepPlan:
+    sampled = plan(step, samples=True)
+    [segment] = sampled.segments
+    return msgspec.structs.replace(
+        sampled, segments=(msgspec.structs.replace(segment, is_constrained=True),)
+    )
+
+
+def test_the_worker_that_samples_takes_the_masks_behind_the_plan() -> None:
+    config = dummy(pipeline_parallel_size=2)
+    step_plan = constrained(0)
+    topology = Topology(num_stages=2, tp_size=1)
+    mesh = ThreadMesh(topology)
+    only = 77
+    masks = (1 << only).to_bytes(4 * -(-config.model.vocab_size // 32), "little")
+    script: list[ToWorker] = [ALLOCATE, run_plan(step_plan)]
+    ports = [
+        ScriptedWorkerPort(deque([*script, Shutdown()])),
+        ScriptedWorkerPort(deque([*script, TokenMasks(step=0, masks=masks), Shutdown()])),
+    ]
+    workers = [
+        Worker(config, worker, mesh.links(worker), ports[worker.rank])
+        for worker in topology.workers
+    ]
+    in_threads([worker.run for worker in workers])
+    [done] = [message for message in ports[1].sent if isinstance(message, PlanDone)]
+    assert done.result.rows[0].token_ids == (only,)
+
+
+@pytest.mark.parametrize(
+    ("behind", "error", "text"),
+    [
+        (TokenMasks(step=3, masks=bytes(64)), AssertionError, "masks of step 3 behind step 0"),
+        (ALLOCATE, AssertionError, "step 0 waits for its masks"),
+        (Shutdown(), EngineDeadError, "ended before the masks of step 0"),
+    ],
+)
+def test_a_worker_that_waits_for_masks_takes_nothing_else(
+    behind: ToWorker, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        serve(dummy(), [ALLOCATE, run_plan(constrained(0)), behind])
 
 
 @pytest.mark.parametrize("steps", [(1,), (0, 2), (0, 0)])

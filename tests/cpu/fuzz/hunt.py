@@ -59,7 +59,7 @@ def hunt(
         }
     if by_tokens_alone:
         options["debug_poison"] = False
-    given = Given(model, options, ((1, 1), (2, 1)), draft, 96)
+    given = Given(model, options, ((1, 1), (2, 1)), draft, 96, has_vocabulary=mutation.grammars)
     for index in indices:
         script = draw_script(SEED, index, given)
         # Its one-shot results come from an engine without the bug.

@@ -15,11 +15,12 @@ from stagecoach.cache.cache_memory import CacheMemory
 from stagecoach.cache.memory_moves import MemoryMoves
 from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.cache.prefix_hash import BlockChain
+from stagecoach.engine import token_masks
 from stagecoach.fuzz import drafts
 from stagecoach.fuzz.drafts import Knowledge
 from stagecoach.kernels.short_conv import reference as short_conv
 from stagecoach.model.stage_memory import KdaMemory
-from stagecoach.runner import memory_moves, stage_runner, step_inputs
+from stagecoach.runner import last_stage, memory_moves, stage_runner, step_inputs
 from stagecoach.runner.last_stage import LastStage
 from stagecoach.runner.memory_moves import MovablePools
 from stagecoach.schedule import checkpoint_positions, request_memory
@@ -49,6 +50,7 @@ class Mutation(NamedTuple):
         {}
     )  # engine options that are fixed, so that it matters
     drafts: bool = False  # speculation is on in every schedule
+    grammars: bool = False  # some requests obey one
 
 
 def each_group(change: Callable[[Any], Any]) -> Plant:
@@ -250,6 +252,31 @@ def pages_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def masks_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = last_stage.mask_logits
+    monkeypatch.setattr(
+        last_stage,
+        "mask_logits",
+        lambda logits_RV, rows, masks: right(logits_RV, rows[::-1], masks),
+    )
+
+
+def masks_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = token_masks._fill
+
+    def as_if_behind_the_anchor(windows: Any, masks: memoryview) -> None:
+        fill([window._replace(draft_token_ids=()) for window in windows], masks)
+        view = masks.cast("B")
+        size = len(view) // len(masks)
+        for window in windows:
+            first, count = window.first_row, 1 + len(window.draft_token_ids)
+            view[size * first : size * (first + count)] = (
+                bytes(view[size * first : size * (first + 1)]) * count
+            )
+
+    monkeypatch.setattr(token_masks, "_fill", as_if_behind_the_anchor)
+
+
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only checks, in head and drafter, is out of work: for what tokens alone show."""
     behind = Knowledge.drafts_behind
@@ -298,4 +325,7 @@ MUTATIONS = (
     Mutation("host moves", "of several moves to the host only one is made", host_pages_lost,
              HOST | {"kv_offloading_size": 0.001, "max_num_seqs": 2, "block_size": 4}),
     Mutation("leak", "a request's last page is never given back", pages_leak),
+    Mutation("mask rows", "a mask is that of another row", masks_of_other_rows, grammars=True),
+    Mutation("draft masks", "behind a draft stands the anchor's mask", masks_without_drafts,
+             drafts=True, grammars=True),
 )  # fmt: skip

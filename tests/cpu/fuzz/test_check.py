@@ -11,6 +11,7 @@ from stagecoach.fuzz.check import check
 from stagecoach.fuzz.oracle import Answer, Expected
 from stagecoach.fuzz.script import Ask, Script
 from stagecoach.request import FinishReason, SamplingParams, TokenLogprobs
+from tests.engine_stats import engine_stats
 
 PARAMS = SamplingParams(logprobs=1)
 ANSWER = Answer(
@@ -20,15 +21,14 @@ ANSWER = Answer(
     FinishReason.LENGTH,
 )
 CUT = TokenLogprobs(5, -1.5 + 1e-6, 2, (9,), (-1.0,))
-STATS = EngineStats(
-    query_id=1, num_steps=3, num_waiting=0, num_running=0, num_preemptions=0, num_prompt_tokens=6,
-    num_generated_tokens=4, num_pages=8, num_free_pages=8, num_slots=4, num_free_slots=4,
-    loop_seconds=0.0, forward_seconds=0.0, step_seconds=0.0, stage_busy_seconds=(),
-    speculation=None,
-    prefix_cache=PrefixCacheStats(
-        num_queries=2, num_hits=1, num_query_tokens=6, num_hit_tokens=2
-    ),
-)  # fmt: skip
+STATS = engine_stats(
+    num_steps=3,
+    num_pages=8,
+    num_free_pages=8,
+    num_slots=4,
+    num_free_slots=4,
+    prefix_cache=PrefixCacheStats(num_queries=2, num_hits=1, num_query_tokens=6, num_hit_tokens=2),
+)
 
 
 @dataclass

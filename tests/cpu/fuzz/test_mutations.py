@@ -33,6 +33,8 @@ _FOUND_BY = MappingProxyType(
         "store": 14,
         "host moves": 15,
         "leak": 1,
+        "mask rows": 8,
+        "draft masks": 6,
     }
 )
 _MARGIN = 1

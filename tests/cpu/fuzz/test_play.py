@@ -20,7 +20,7 @@ def test_a_fixed_seed_set_finds_nothing_and_does_everything(given: Given, player
     """Between them the schedules reach what can go wrong."""
     counts: Counter[str] = Counter()
     for index in range(NUM_SCHEDULES):
-        script = draw_script(0, index, given)
+        script = draw_script(0, index, given._replace(has_vocabulary=index % 3 == 0))
         outcome = player.play(script)
         assert outcome.finding is None, f"schedule {index}: {outcome.finding}"
         assert outcome.stats is not None
@@ -38,6 +38,8 @@ def test_a_fixed_seed_set_finds_nothing_and_does_everything(given: Given, player
         "stored",
         "loaded",
         "verified",
+        "constrained",
+        "whole texts",
     ):
         assert counts[name] > 0, f"no {name} in {NUM_SCHEDULES} schedules: {counts}"
 
@@ -52,6 +54,11 @@ def _counted(script: Script, outcome: Outcome, stats: EngineStats) -> dict[str, 
         ),
         "aborted": sum(request.is_aborted for request in outcome.requests),
     }
+    for ask, request in zip(script.requests, outcome.requests, strict=True):
+        if ask.params.structured_outputs is not None:
+            counts["constrained"] = 1 + counts.get("constrained", 0)
+            if request.answer.finish_reason is FinishReason.STOP:
+                counts["whole texts"] = 1 + counts.get("whole texts", 0)
     if stats.speculation is not None:
         counts["accepted drafts"] = stats.speculation.num_accepted_tokens
     cache = stats.prefix_cache
@@ -78,7 +85,10 @@ def test_a_script_runs_the_same_each_time(index: int, given: Given, player: Play
             loop_seconds=0.0,
             forward_seconds=0.0,
             step_seconds=0.0,
+            uptime_seconds=0.0,
             stage_busy_seconds=(),
+            stage_hop_seconds=(),
+            stage_idle_seconds=(),
         )
         for outcome in outcomes
         if outcome.stats is not None

@@ -47,6 +47,19 @@ def test_a_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) == 1 and "second  once" in lines[0]
 
 
+def test_lines_of_a_library_that_was_adopted_look_like_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    library = logging.getLogger("a_library")
+    log.configure("main")
+    for _ in range(2):
+        log.adopt("a_library")
+    library.warning("came from %s", "there")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" warning main  came from there")
+    library.handlers.clear()
+
+
 def test_a_named_thread_speaks_under_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("main")
     logger = log.get_logger("stagecoach")

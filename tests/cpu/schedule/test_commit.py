@@ -7,6 +7,7 @@ import pytest
 from stagecoach.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress, apply_row, cut_row
 from stagecoach.schedule.step_plan import RowResult, Segment, pack_page_table
+from tests.cpu.table_constraint import Table, TableConstraint, line
 
 EOS_TOKEN_IDS = frozenset({0, 1})
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -227,3 +228,104 @@ def test_a_row_that_is_not_finite_ends_the_request_with_the_reason(
         steps=1,
     )
     assert request.output_token_ids == [] and request.num_plans_in_flight == 1
+
+
+def follow(table: Table, *outputs: int) -> tuple[Request, TableConstraint]:
+    """A request behind these outputs, and the grammar that it obeys."""
+    request = make_request()
+    request.max_tokens = 20
+    request.output_token_ids.extend(outputs)
+    request.num_computed = request.num_tokens
+    constraint = TableConstraint(table, vocab_size=40)
+    constraint.advance(outputs)
+    request.constraint = constraint
+    return request, constraint
+
+
+def test_a_grammar_is_moved_by_the_tokens_that_count() -> None:
+    """Two drafts stand and the third falls; what is behind an end is nobody's."""
+    request, constraint = follow(line(9, 5, 6, 7, 0), 9)
+    segment = make_segment(4, (9, 5, 6, 8), num_draft_tokens=3, sampling_row=0)
+    apply_row(request, segment, make_row((5, 6, 7)), EOS_TOKEN_IDS)
+    assert constraint.committed == request.output_token_ids == [9, 5, 6, 7]
+    assert request.finish_reason is None
+    segment = make_segment(7, (7, 0, 5), num_draft_tokens=2, sampling_row=0)
+    apply_row(request, segment, make_row((0, 5, 33)), EOS_TOKEN_IDS)
+    assert constraint.committed == request.output_token_ids == [9, 5, 6, 7, 0]
+    assert request.finish_reason is STOP
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_token_that_does_not_obey_ends_its_request_and_is_not_told(is_last: bool) -> None:
+    """Whatever the request would have ended with."""
+
+    class Strict(TableConstraint):
+        def advance(self, token_ids: tuple[int, ...]) -> None:
+            try:
+                super().advance(token_ids)
+            except AssertionError:
+                self.error = "8 is forbidden"
+
+    request, _ = follow(line(9, 5, 6), 9)
+    request.constraint = Strict(line(5, 6), vocab_size=40)
+    request.max_tokens = 2 if is_last else 20
+    item = apply_row(request, make_segment(4, (9,), sampling_row=0), make_row((8,)), EOS_TOKEN_IDS)
+    assert item is not None
+    assert (item.token_ids, item.finish_reason) == ((), FinishReason.ERROR)
+    assert item.error == "GrammarError: 8 is forbidden" and request.output_token_ids == [9]
+
+
+def test_a_text_that_nothing_may_follow_ends_its_request() -> None:
+    """Also where no end token can stand behind it."""
+    request, _ = follow(line(9, 5), 9)
+    segment = make_segment(4, (9,), sampling_row=0, proposes=True)
+    item = apply_row(request, segment, make_row((5,), draft_token_ids=(7,)), EOS_TOKEN_IDS)
+    assert item is not None
+    assert (item.token_ids, item.finish_reason, item.stop_reason) == ((5,), STOP, None)
+    assert not request.draft_token_ids
+
+
+def test_a_length_or_a_stop_token_ends_before_the_grammar_does() -> None:
+    request, _ = follow(line(9, 5, 6), 9)
+    request.max_tokens = 2
+    item = apply_row(request, make_segment(4, (9,), sampling_row=0), make_row((5,)), EOS_TOKEN_IDS)
+    assert item is not None and item.finish_reason is LENGTH
+    request, _ = follow(line(9, 5, 6), 9)
+    request.params = SamplingParams(stop_token_ids=(5,))
+    item = apply_row(request, make_segment(4, (9,), sampling_row=0), make_row((5,)), EOS_TOKEN_IDS)
+    assert item is not None and (item.finish_reason, item.stop_reason) == (STOP, 5)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "kept"),
+    [
+        ((), ()),
+        ((6, 7, 8), (6, 7, 8)),
+        ((6, 7, 30), (6, 7, 30)),
+        ((6, 30, 8), (6, 30)),
+        ((30, 7, 8), (30,)),
+        ((6, 7, 8, 0, 0, 5), (6, 7, 8, 0, 0)),  # one behind the end
+    ],
+)
+def test_drafts_are_kept_up_to_the_first_that_does_not_obey(
+    drafts: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    request, constraint = follow(line(9, 5, 6, 7, 8, 0), 9)
+    segment = make_segment(4, (9,), sampling_row=0, proposes=True)
+    confidences = tuple(place / 10 for place in range(len(drafts)))
+    row = make_row((5,), draft_token_ids=drafts, confidences=confidences)
+    apply_row(request, segment, row, EOS_TOKEN_IDS)
+    assert request.draft_token_ids == kept
+    assert request.confidences == confidences[: len(kept)]
+    assert constraint.committed == [9, 5]
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_the_reason() -> None:
+    """No token of the row counts: it was chosen among whatever was left."""
+    request, constraint = follow(line(9, 5), 9)
+    constraint.error = "a limit was reached"
+    item = apply_row(request, make_segment(4, (9,), sampling_row=0), make_row((33,)), EOS_TOKEN_IDS)
+    assert item is not None
+    assert (item.token_ids, item.finish_reason) == ((), FinishReason.ERROR)
+    assert item.error == "GrammarError: a limit was reached"
+    assert request.output_token_ids == [9]

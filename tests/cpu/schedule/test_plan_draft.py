@@ -7,9 +7,15 @@ import pytest
 from stagecoach.cache.memory_moves import MemoryMoves
 from stagecoach.cache.prefix_hash import prefix_digest
 from stagecoach.cache.state_slots import ZERO_SLOT
-from stagecoach.request import Request, SamplingParams, TokenLogprobs
+from stagecoach.request import (
+    Request,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenLogprobs,
+)
 from stagecoach.schedule.plan_draft import PlanDraft
 from stagecoach.schedule.step_plan import Save
+from tests.cpu.table_constraint import TableConstraint, line
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 
@@ -122,3 +128,31 @@ def test_the_first_segment_after_a_hit_reads_the_checkpoint_and_later_ones_their
     [second] = draft.finish(1).segments
     assert (second.start, second.read_slot, second.replay, second.write_slot) == (5, 4, 0, 4)
     assert second.saves == () and second.read_digest == b""
+
+
+def test_rows_of_a_request_with_a_grammar_wait_for_masks() -> None:
+    """Where they are sampled; workers are told nothing else of it."""
+    wanted = StructuredOutputsParams(regex="a" * 10_000)
+    request = make_request(structured_outputs=wanted, temperature=0.5)
+    request.constraint = TableConstraint(line(20, 21, 22), vocab_size=40)
+    draft = PlanDraft(100, frozenset())
+    draft.add_chunk(request, 4)
+    [segment] = draft.finish(0).segments
+    assert not segment.is_constrained
+    draft = PlanDraft(100, frozenset())
+    draft.add_chunk(request, 2)
+    plan = draft.finish(1)
+    assert plan.segments[0].is_constrained
+    [entry] = plan.admissions
+    assert entry.params == SamplingParams(temperature=0.5)
+    assert len(plan.encode()) < 1_000
+    request.output_token_ids.append(20)
+    request.draft_token_ids = (21, 22)
+    draft = PlanDraft(100, frozenset())
+    draft.add_window(request, 2)
+    [segment] = draft.finish(2).segments
+    assert segment.is_constrained and segment.token_ids == (20, 21, 22)
+    free = make_request()
+    draft = PlanDraft(100, frozenset())
+    draft.add_chunk(free, 6)
+    assert not draft.finish(0).segments[0].is_constrained

@@ -59,3 +59,17 @@ def test_stopping_one_that_waits_or_runs_leaves_it_nowhere() -> None:
     queues.stop(requests[2])
     assert list(queues.waiting) == [requests[1]]
     assert not queues.running and not queues.prefilling and not queues.ready
+
+
+def test_a_request_is_in_one_state() -> None:
+    queues = Queues()
+    [request] = make_requests(1)
+    queues.waiting.append(request)
+    seen = [queues.state_of(request)]
+    queues.start(request)
+    seen.append(queues.state_of(request))
+    del queues.prefilling[request.request_id]
+    seen.append(queues.state_of(request))
+    queues.ready[request.request_id] = request
+    seen.append(queues.state_of(request))
+    assert seen == ["waiting", "prefilling", "sampling", "ready"]

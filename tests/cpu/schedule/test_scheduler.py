@@ -336,6 +336,22 @@ def test_plans_are_numbered_on_from_those_that_ran_before() -> None:
     assert scheduler.plan_in_flight(7).plan is plan
 
 
+def test_a_request_notes_when_it_was_first_planned() -> None:
+    scheduler = make_scheduler(Limits(num_stages=3, max_num_batched_tokens=2))
+    requests = [
+        Request(request_id=number, prompt_token_ids=(5, 6), params=LONG, seed=0, max_tokens=20)
+        for number in (1, 2)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    assert [request.first_planned for request in requests] == [None, None]
+    for now in (3.0, 5.0, 8.0):
+        scheduler.plan(now)
+    assert [request.first_planned for request in requests] == [3.0, 5.0]
+    aborted = scheduler.abort(1)
+    assert aborted is not None and aborted.first_planned == 3.0
+
+
 def test_requests_end_in_the_same_plans_on_every_run() -> None:
     """No order depends on a hash or a clock."""
 

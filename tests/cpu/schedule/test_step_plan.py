@@ -65,6 +65,7 @@ def segments(draw: st.DrawFn, slot: int) -> Segment:
         page_table=pack_page_table(draw(st.lists(st.integers(1, 2**31 - 1), max_size=4))),
         sampling_row=sampling_row,
         proposes=draw(st.booleans()) and sampling_row is not None,
+        is_constrained=draw(st.booleans()) and sampling_row is not None,
         prompt_logprob_targets=tuple(draw(st.lists(ids, max_size=num_tokens))),
         num_prompt_logprobs=draw(st.integers(0, 20)),
     )
@@ -209,6 +210,7 @@ def test_page_tables_are_int32_little_endian(page_ids: list[int]) -> None:
         ({"num_draft_tokens": 1, "sampling_row": 0}, "a chunk with drafts"),
         ({"num_draft_tokens": 2}, "not sampled"),
         ({"proposes": True}, "not sampled"),
+        ({"is_constrained": True}, "not sampled"),
         ({"write_slot": 0}, "zero slot is never written"),
         ({"read_slot": 0}, "state and start disagree"),
         ({"start": 0}, "state and start disagree"),
@@ -354,7 +356,7 @@ def test_an_error_shows_the_plan_with_the_bad_line_marked() -> None:
     assert first.startswith("  request 1.0  span [4,5)  drafts 0  state 3+0->3")
     assert second == (
         "> request 7.0  span [4,7)  drafts 0  state 2+0->2  saves -  pages 5,6  sample -  "
-        "propose -  targets - top 0  tokens 11,12,13"
+        "masks -  propose -  targets - top 0  tokens 11,12,13"
     )
     racing = make_segment(request_id=8, read_slot=2, write_slot=4)
     with pytest.raises(AssertionError, match=r"\n> request 8\.0  span \[4,7\)"):

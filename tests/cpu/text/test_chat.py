@@ -57,6 +57,26 @@ def test_others_render_their_template(templated: Tokenizer) -> None:
     assert text_of(templated, [{"role": "user", "content": parts}]).startswith("user: Hello\n")
 
 
+@pytest.mark.parametrize(
+    ("template", "options", "expected"),
+    [
+        ("{{ reasoning_effort }}", {"thinking_effort": "low"}, "low"),
+        ("{{ thinking }}", {"thinking": False}, "False"),
+        ("{{ enable_thinking }}", {"thinking": False}, "False"),
+        ("{{ enable_thinking }}{{ thinking }}", {"thinking": True, "enable_thinking": 5}, "5True"),
+    ],
+)
+def test_how_much_to_think_has_the_template_s_name(
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    options: dict[str, Any],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", ChatTemplate(template))
+    assert text_of(tokenizer, HELLO, **options) == expected
+
+
 def test_each_has_its_parser(tokenizer: Tokenizer) -> None:
     assert isinstance(make_parser("kimi_k3", tokenizer, prompt_token_ids=[]), XtmlParser)
     assert isinstance(make_parser("kimi_linear", tokenizer, prompt_token_ids=[]), MarkerParser)

@@ -108,6 +108,12 @@ def test_reasoning_tokens_are_counted_without_markers() -> None:
         assert parser.num_reasoning_tokens == expected
 
 
+def test_content_tokens_are_those_that_say_content() -> None:
+    parser, token_ids = parser_of("ab<think>def</think>gh<|tool_calls_section_begin|>i", "so far")
+    parser.push(token_ids)
+    assert list(parser.content_tokens) == [0, 1, 7, 8]
+
+
 def test_a_stop_string_ends_the_answer() -> None:
     parser, token_ids = parser_of("<think>aEN</think>DbENDc", rules=StopRules(("END",)))
     assert parse_whole(parser, token_ids) == ParsedMessage("aEN", "Db")

@@ -394,6 +394,22 @@ def test_reasoning_tokens_are_those_that_say_reasoning() -> None:
         assert parser.num_reasoning_tokens == expected
 
 
+def test_content_tokens_are_those_that_say_content() -> None:
+    for text, expected in (
+        ("abc", [0, 1, 2]),
+        # What opens like a tag is text from where it is seen to be none.
+        ("a<|open|>No", [0, 2, 3]),
+        ("a<|open|>mess<|sep|>b", [0, 2, 3, 4, 5, 7]),
+        ("a<|pad|>b<|close|>response<|sep|>c", [0, 2]),
+        ("<|open|>think<|sep|>a<|open|>response<|sep|>b", [18]),
+        ("", []),
+    ):
+        parser, token_ids = parser_of(text, f"{RESPONSE}")
+        parser.push(token_ids)
+        parser.finish()
+        assert list(parser.content_tokens) == expected, text
+
+
 @given(answers(), SIZES, st.sampled_from(["a", "é", "가나", "think", "<|open|>x", '"']))
 def test_a_stop_string_ends_the_text_that_the_client_reads(
     answer: tuple[list[bytes | str], ParsedMessage], sizes: list[int], stop: str
