@@ -6,18 +6,52 @@ Owns the list of served models. Knows nothing of chat or text.
 import time
 import uuid
 from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
 
 from stagecoach.api.error_body import HttpError
-from stagecoach.api.responses import (
-    CompletionTokensDetails,
-    Model,
-    PromptTokensDetails,
-    Usage,
-)
 from stagecoach.outputs import RequestOutput
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request. Those that end an answer count; all n completions count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """One that is served, in the terms of OpenAI, vLLM and Anthropic at once."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    created: int
+    created_at: str  # the same moment by RFC 3339
+    owned_by: str = "stagecoach"
+    root: str  # what the server was started with
+    parent: None = None
+    display_name: str
+    lifecycle: Literal["active"] = "active"
+    max_model_len: int
+    max_input_tokens: int  # of a prompt that leaves room for one token
+
 
 _ENCODER = msgspec.json.Encoder()
 encode = _ENCODER.encode
@@ -28,9 +62,9 @@ def json_response(content: msgspec.Struct, status: int = 200) -> Response:
     return Response(encode(content), status, media_type="application/json")
 
 
-def new_answer_id(prefix: str) -> str:
-    """Unique, whatever ids clients give to their requests."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_id(prefix: str) -> str:
+    """Of an answer or a part of one; unique, whatever ids clients give to their requests."""
+    return prefix + uuid.uuid4().hex
 
 
 def now() -> int:
@@ -72,8 +106,11 @@ class ServedModels:
         return Model(
             id=self.check(name),
             created=self._created,
+            created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
             root=self._root,
+            display_name=name,
             max_model_len=self._max_model_len,
+            max_input_tokens=self._max_model_len - 1,
         )
 
 

@@ -6,7 +6,7 @@ Asks nobody; the counts are brought here.
 import time
 from typing import NamedTuple
 
-from stagecoach.engine.messages import EngineStats
+from stagecoach.engine.messages import EngineStats, LoadProgress
 
 
 class Condition(NamedTuple):
@@ -34,3 +34,18 @@ class StepWatch:
             return None
         seconds = now - self._since
         return seconds if seconds > self._timeout else None
+
+
+class LoadShare:
+    """How much of the weights is loaded; as a text, what a loading server adds to its reason."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, tuple[int, int]] = {}
+
+    def note(self, progress: LoadProgress) -> None:
+        self._bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
+
+    def __str__(self) -> str:
+        shares = list(self._bytes.values())
+        total = sum(share[1] for share in shares)
+        return f" ({100 * sum(share[0] for share in shares) // total}%)" if total else ""

@@ -6,15 +6,18 @@ requests only as generations.
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from stagecoach.api.condition import Condition, StepWatch
-from stagecoach.api.error_body import HttpError, NotServingError, QueueFullError
+from stagecoach.api.condition import Condition, LoadShare, StepWatch
+from stagecoach.api.error_body import HttpError, NotServingError
 from stagecoach.api.generation import Generation, Inbox
+from stagecoach.api.open_counts import OpenCounts
+from stagecoach.api.request_watch import Observers, RequestWatch
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.client import EngineClient
-from stagecoach.engine.messages import EngineStats, LoadProgress
+from stagecoach.engine.messages import EngineStats, LoadProgress, Timeline
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError
 from stagecoach.live_request import LiveRequest
 from stagecoach.observe.log import get_logger
@@ -51,18 +54,22 @@ class EngineService:
         max_queue_requests: int,
         stall_timeout_seconds: float,
         start_engine: StartEngine | None = None,
+        request_timeout_seconds: float | None = None,
+        counts: OpenCounts | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.num_open_completions = 0
+        self.observers = Observers()
+        self.counts = counts or OpenCounts()
+        self._request_timeout = request_timeout_seconds
         self._max_open = config.engine.max_num_seqs + max_queue_requests
-        self._start_engine = start_engine or _start_engine
+        self._start_engine = start_engine or functools.partial(EngineClient, is_awaited=False)
         self._client: EngineClient | None = None
         self._is_ready = False
         self._is_draining = False
         self._is_closed = False
         self._failure: StagecoachError | None = None
-        self._loaded_bytes: dict[str, tuple[int, int]] = {}
+        self._loaded = LoadShare()
         self._inbox: Inbox | None = None
         self._open: set[Generation] = set()
         self._progress = StepWatch(stall_timeout_seconds)
@@ -76,13 +83,19 @@ class EngineService:
         return self._failure
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the engine has served, be it dead by now."""
+        return self._is_ready
+
+    @property
     def client(self) -> EngineClient | None:
         """None until the engine was started."""
         return self._client
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._open)
+        """Of all API processes."""
+        return self.counts.num_requests
 
     async def load(self) -> None:
         """Start the engine; returns once it serves.
@@ -93,7 +106,7 @@ class EngineService:
         self._inbox = Inbox(asyncio.get_running_loop())
         try:
             self._client = await asyncio.to_thread(
-                self._start_engine, self.config, self._note_loaded
+                self._start_engine, self.config, self._loaded.note
             )
             if self._is_closed:
                 await asyncio.to_thread(self._client.close)
@@ -108,6 +121,7 @@ class EngineService:
         self._is_closed = True
         if self._client is not None:
             self._client.close(in_order=in_order)
+        self.observers.tell(lambda observer: observer.close())
 
     def drain(self, timeout_seconds: float) -> None:
         """Take nothing new; what is open ends by itself, or with an error after that time."""
@@ -137,21 +151,20 @@ class EngineService:
         for number, prompt in enumerate(prompts):
             _check(client, prompt, params, cache_salt, number if len(prompts) > 1 else None)
         num_completions = len(prompts) * params.n
-        self._check_room(num_completions)
+        self.counts.check_room(num_completions, self._max_open)
         assert self._inbox is not None, "set before the engine serves"
-        generation = Generation(
-            [self._live_request(client, prompt, params, cache_salt) for prompt in prompts],
-            self._inbox,
-        )
-        self.num_open_completions += num_completions
+        live = [self._live_request(client, prompt, params, cache_salt) for prompt in prompts]
+        watch = RequestWatch(self.observers, [request.output for request in live], params)
+        generation = Generation(live, self._inbox, watch)
+        self.counts.add(1, num_completions)
         self._open.add(generation)
         try:
-            generation.start()
+            generation.start(self._request_timeout)
             yield generation
         finally:
             generation.abort()
             self._open.discard(generation)
-            self.num_open_completions -= num_completions
+            self.counts.add(-1, -num_completions)
 
     def _live_request(
         self,
@@ -163,52 +176,58 @@ class EngineService:
         assembler = RequestAssembler(
             self.tokenizer, prompt.text, prompt.token_ids, params, prompt.make_detokenizer
         )
-
-        def submit(params: SamplingParams, sink: object, *, request_id: int) -> int:
-            return client.submit(
-                prompt.token_ids,
-                params,
-                sink,  # type: ignore[arg-type]
-                request_id=request_id,
-                cache_salt=cache_salt,
-                checkpoint_position=prompt.checkpoint_position,
-            )
-
+        submit = functools.partial(
+            client.submit,
+            prompt.token_ids,
+            cache_salt=cache_salt,
+            checkpoint_position=prompt.checkpoint_position,
+            is_checked=True,
+        )
         is_cached = self.config.engine.enable_prefix_caching
         return LiveRequest(client, assembler, params, submit, has_leader=is_cached)
 
     def _serving_client(self) -> EngineClient:
+        if self._is_draining and self.failure is None:
+            raise NotServingError("the server is ending", code="shutting_down")
+        return self.answering_client()
+
+    def answering_client(self) -> EngineClient:
+        """The engine, also while the server drains.
+
+        Raises:
+            NotServingError: it does not serve yet.
+            EngineDeadError: it is gone.
+        """
         failure = self.failure
         if failure is not None:
             raise _as_dead(failure)
-        if self._is_draining:
-            raise NotServingError("the server is ending", code="shutting_down")
         if self._client is None or not self._is_ready:
-            raise NotServingError(f"the model is loading{self._load_share()}", code="loading")
+            raise NotServingError(f"the model is loading{self._loaded}", code="loading")
         return self._client
 
-    def _check_room(self, num_completions: int) -> None:
-        if num_completions > self._max_open:
-            raise RequestError(
-                "prompt",
-                f"{num_completions} completions in one request; this server takes "
-                f"{self._max_open} (--max-num-seqs + --max-queue-requests)",
-            )
-        if self.num_open_completions + num_completions > self._max_open:
-            raise QueueFullError(
-                f"{self.num_open_completions} completions are open and this request wants "
-                f"{num_completions}; the limit is {self._max_open} "
-                "(--max-num-seqs + --max-queue-requests)"
-            )
-
     async def stats(self) -> EngineStats:
-        """Counts of the engine.
+        """Counts of the engine, also while the server drains.
 
         Raises:
-            NotServingError: it does not serve yet, or not any more.
+            NotServingError: the engine does not serve yet.
             EngineDeadError: it is gone, or did not answer in time.
         """
-        return await self._ask(self._serving_client())
+        return await self._ask(self.answering_client())
+
+    async def known_stats(self) -> EngineStats | None:
+        """The same; None where the engine does not answer."""
+        with contextlib.suppress(NotServingError, EngineDeadError):
+            return await self.stats()
+        return None
+
+    async def timeline(self, first_step: int) -> Timeline:
+        """The latest plans from that step on, also while the server drains.
+
+        Raises:
+            NotServingError, EngineDeadError: as of `stats`.
+        """
+        client = self.answering_client()
+        return await asyncio.to_thread(client.timeline, first_step, _STATS_SECONDS)
 
     async def _ask(self, client: EngineClient) -> EngineStats:
         """Those who ask at the same time share one question: an engine that does not answer
@@ -233,7 +252,7 @@ class EngineService:
         if self._is_draining:
             return Condition("draining", f"{len(self._open)} requests are open")
         if not self._is_ready:
-            return Condition("loading", f"the model is loading{self._load_share()}")
+            return Condition("loading", f"the model is loading{self._loaded}")
         return Condition("ok")
 
     async def health(self) -> Condition:
@@ -252,20 +271,6 @@ class EngineService:
         return Condition(
             "stalled", f"no step for {stalled_seconds:.0f} s with {num_requests} requests"
         )
-
-    def _note_loaded(self, progress: LoadProgress) -> None:
-        self._loaded_bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
-
-    def _load_share(self) -> str:
-        shares = list(self._loaded_bytes.values())
-        total = sum(share[1] for share in shares)
-        return f" ({100 * sum(share[0] for share in shares) // total}%)" if total else ""
-
-
-def _start_engine(
-    config: ResolvedConfig, on_load_progress: Callable[[LoadProgress], None]
-) -> EngineClient:
-    return EngineClient(config, on_load_progress, is_awaited=False)
 
 
 def _as_dead(failure: StagecoachError) -> StagecoachError:
@@ -288,4 +293,4 @@ def _check(
     except RequestError as error:
         if number is None:
             raise
-        raise RequestError(error.field, f"{error.reason} (prompt {number})") from None
+        raise error.about(error.field, f"(prompt {number})") from None

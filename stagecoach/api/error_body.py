@@ -5,19 +5,30 @@ Every error that a client sees, as a whole response or as an event of a stream, 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from stagecoach.errors import EngineDeadError, NonFiniteError, RequestError, StagecoachError
+from stagecoach.errors import (
+    EngineDeadError,
+    GrammarError,
+    NonFiniteError,
+    PromptTooLongError,
+    RequestError,
+    StagecoachError,
+)
 from stagecoach.observe.log import get_logger
 
 _log = get_logger(__name__)
+
+# Messages quote what they refuse, which may be of any length.
+_MAX_MESSAGE = 1000
 
 RETRY_SECONDS = 1
 LOADING_RETRY_SECONDS = 5
@@ -99,6 +110,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "internal_server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -112,11 +124,16 @@ def failure_of(error: BaseException) -> Failure:
             )
         case ClientDisconnect():
             return _failure(499, "the client closed the connection", code="client_closed")
+        case PromptTooLongError():
+            return _failure(400, str(error), param=error.field, code="context_length_exceeded")
         case RequestError():
             return _failure(400, str(error), param=error.field, code="invalid_value")
         case ValidationError():
             param, message = _first_violation(error)
             return _failure(400, message, param=param, code="invalid_value")
+        case GrammarError():
+            # Of the client's making: the same request would end the same way again.
+            return _failure(400, _named(error), code="grammar_limit")
         case NonFiniteError():
             return _failure(500, _named(error), code="non_finite")
         case EngineDeadError():
@@ -141,6 +158,8 @@ def _failure(
     headers: Mapping[str, str] | None = None,
 ) -> Failure:
     kind = _TYPES.get(status, "invalid_request_error")
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2 :]}"
     error = ErrorObject(message=message, type=kind, param=param, code=code)
     return Failure(status, error, dict(headers or {}))
 
@@ -148,6 +167,8 @@ def _failure(
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
+
+Location = tuple[int | str, ...]
 
 # Pydantic names the branch of a union that it tried, as if it were a field.
 _BRANCHES = {"str", "int", "float", "bool", "none"}
@@ -159,19 +180,44 @@ def _first_violation(error: ValidationError) -> tuple[str | None, str]:
     if details[0]["type"] == "json_invalid":
         reason = details[0]["msg"]
         return None, f"the body is no JSON: {reason.partition(': ')[2] or reason}"
-    param = _field(details[0]["loc"])
+    violation = _furthest(details)
+    param = _field(violation["loc"])
     # All that is said of it: one line for each branch of a union.
     said = [_lower(item["msg"]) for item in details if _field(item["loc"]) == param]
     return param or None, f"{param or 'the body'}: {'; '.join(dict.fromkeys(said))}"
 
 
-def _field(location: tuple[int | str, ...]) -> str:
+def _furthest(details: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first violation; of a union, that of the branch that got furthest in a list."""
+    location = details[0]["loc"]
+    start = next((place for place, part in enumerate(location) if _is_branch(part)), None)
+    if start is None:
+        return details[0]
+    branches: dict[int | str, ErrorDetails] = {}
+    for item in details:
+        if len(item["loc"]) > start and item["loc"][:start] == location[:start]:
+            branches.setdefault(item["loc"][start], item)
+    return max(branches.values(), key=lambda item: _depth(item["loc"]))
+
+
+def _depth(location: Location) -> tuple[list[int], int]:
+    indices = [part for part in location if isinstance(part, int)]
+    return indices, sum(not _is_branch(part) for part in location)
+
+
+def _is_branch(part: int | str) -> bool:
+    if isinstance(part, int):
+        return False
+    return not part.isidentifier() or part in _BRANCHES or part[0].isupper()
+
+
+def _field(location: Location) -> str:
     """As a client would write it: `messages[0].content`."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in _BRANCHES and not part[0].isupper():
+        elif not _is_branch(part):
             path += f".{part}"
     return path.removeprefix(".")
 

@@ -4,6 +4,7 @@ Owns the checks that need no body to be understood. One ASGI layer, because the 
 counted as it comes.
 """
 
+import asyncio
 import hmac
 import re
 import uuid
@@ -12,23 +13,32 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagecoach.api.error_body import HttpError, failure_of
+from stagecoach.api.error_body import HttpError
+from stagecoach.api.error_forms import error_response, speaks_anthropic
 
-# Those who watch the server have no key.
-_OPEN_PATHS = ("/health", "/ready")
+# Those who watch the server have no key; the dashboard's page asks for one before it shows data.
+_OPEN_PATHS = ("/health", "/ready", "/metrics", "/dashboard")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Limits:
-    """Answers 401, 413, 415 and what no route has caught; gives every answer its X-Request-Id.
+    """Answers 401, 408, 413, 415 and what no route has caught; gives every answer its X-Request-Id.
 
     The id is the client's if it is one, else new. It only names the answer: two requests may
     have the same.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, api_keys: Iterable[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        body_timeout_seconds: float,
+        api_keys: Iterable[str],
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_seconds = body_timeout_seconds
         self._api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,13 +49,15 @@ class Limits:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        id_headers = ["x-request-id"] + ["request-id"] * speaks_anthropic(scope)
         has_started = False
 
         async def named_send(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update(dict.fromkeys(id_headers, request_id))
             await send(message)
 
         try:
@@ -54,11 +66,11 @@ class Limits:
         except Exception as error:
             if has_started:
                 raise
-            await failure_of(error).response()(scope, receive, named_send)
+            await error_response(scope, error)(scope, receive, named_send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if scope["path"] not in _OPEN_PATHS and self._api_keys:
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise self._too_large()
@@ -71,31 +83,57 @@ class Limits:
                     code="unsupported_media_type",
                 )
 
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, given = authorization.partition(" ")
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
         # Every key is compared, so that the time says nothing of which is near.
-        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
-        if scheme.lower() != "bearer" or not any(found):
+        found = [
+            hmac.compare_digest(text.strip().encode(), key)
+            for text in given
+            for key in self._api_keys
+        ]
+        if not any(found):
             raise HttpError(
                 401,
-                "the header `authorization: Bearer KEY` with a key of this server is needed",
+                "the header `authorization: Bearer KEY`, or `x-api-key: KEY`, with a key of this "
+                "server is needed",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
 
     def _counted(self, receive: Receive) -> Receive:
         num_bytes = 0
+        is_whole = False
+        deadline: float | None = None
 
         async def counting() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole, deadline
+            if is_whole:
+                return await receive()
+            if deadline is None:
+                deadline = asyncio.get_running_loop().time() + self._body_timeout_seconds
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
             if message["type"] == "http.request":
+                is_whole = not message.get("more_body", False)
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_body_bytes:
                     raise self._too_large()
             return message
 
         return counting
+
+    def _too_slow(self) -> HttpError:
+        return HttpError(
+            408,
+            f"the body did not arrive within {self._body_timeout_seconds:g} s "
+            "(--client-body-timeout)",
+            code="body_timeout",
+            headers={"connection": "close"},
+        )
 
     def _too_large(self) -> HttpError:
         return HttpError(

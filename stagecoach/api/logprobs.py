@@ -6,16 +6,52 @@ Owns the text and the bytes of a token by itself. Knows no request.
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
-from stagecoach.api.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
+import msgspec
+
 from stagecoach.request import TokenLogprobs
 from stagecoach.text.tokenizer import Tokenizer
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that might have stood there. `bytes` is what it is; `token` its text."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of the answer and the likeliest at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Four lists of equal length, one entry a token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probability of a token of the prompt, or of one that might have stood there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry a token of the prompt, by token id; the first is null.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

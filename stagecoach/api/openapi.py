@@ -4,45 +4,96 @@ Owns the way from our types to schemas. Routes parse and write JSON themselves, 
 cannot know.
 """
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from stagecoach.api.error_body import ErrorResponse
+from stagecoach.api.error_forms import error_form
 
 _TEMPLATE = "#/components/schemas/{}"
 
 
-def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """What a route with this body adds to its description."""
-    return {"requestBody": {"required": True, "content": _json(body)}}
+class Route(NamedTuple):
+    """One route, and what it takes and gives."""
+
+    method: str
+    path: str
+    answer: Callable[[Request], Awaitable[Response]]
+    takes: type[BaseModel] | None = None
+    gives: type[msgspec.Struct] | None = None  # None: no JSON; it is not in the document
+    events: Sequence[type[msgspec.Struct]] = ()  # of a stream, before its end
 
 
-def gives(answer: type[msgspec.Struct], *, event: type[msgspec.Struct] | None = None) -> Any:
-    """The responses of a route; `event` is what a stream is made of, before its [DONE]."""
-    content = _json(answer)
-    if event is not None:
-        content["text/event-stream"] = {"schema": {"$ref": _TEMPLATE.format(event.__name__)}}
+def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Have `app` answer them, and its document tell of them."""
+    bodies: list[type[BaseModel]] = []
+    answers: list[type[msgspec.Struct]] = [ErrorResponse]
+    for route in routes:
+        if route.method == "GET":
+            # As probes of load balancers ask; the server sends no body then.
+            _add_untold(app, route, "HEAD")
+        if route.gives is None:
+            _add_untold(app, route, route.method)
+            continue
+        error = error_form(route.path)
+        answers += (route.gives, *route.events, error)
+        bodies += [] if route.takes is None else [route.takes]
+        app.add_api_route(
+            route.path,
+            route.answer,
+            methods=[route.method],
+            summary=(route.answer.__doc__ or route.path).partition("\n")[0],
+            response_class=Response,
+            responses=_responses(route.gives, route.events, error),
+            openapi_extra=None if route.takes is None else _request_body(route.takes),
+        )
+    _describe(app, bodies, answers)
+
+
+def _add_untold(app: FastAPI, route: Route, method: str) -> None:
+    app.add_api_route(
+        route.path,
+        route.answer,
+        methods=[method],
+        response_class=Response,
+        include_in_schema=False,
+    )
+
+
+def _request_body(takes: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": _json(takes)}}
+
+
+def _responses(
+    gives: type[msgspec.Struct],
+    events: Sequence[type[msgspec.Struct]],
+    error: type[msgspec.Struct],
+) -> Any:
+    content = _json(gives)
+    if events:
+        refs = [{"$ref": _TEMPLATE.format(event.__name__)} for event in events]
+        content["text/event-stream"] = {"schema": refs[0] if len(refs) == 1 else {"oneOf": refs}}
     return {
         "200": {"description": "What was asked for.", "content": content},
         "default": {
-            "description": "An error; in a stream, an event of this form instead of [DONE].",
-            "content": _json(ErrorResponse),
+            "description": "An error; in a stream, an event of this form instead of its end.",
+            "content": _json(error),
         },
     }
 
 
-def describe(
-    app: FastAPI,
-    *,
-    bodies: list[type[BaseModel]],
-    answers: list[type[msgspec.Struct]],
+def _describe(
+    app: FastAPI, bodies: list[type[BaseModel]], answers: list[type[msgspec.Struct]]
 ) -> None:
-    """Have `app` tell the schemas that `takes` and `gives` refer to."""
+    """Have the document hold the schemas that its routes refer to."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -57,7 +108,7 @@ def describe(
                 [(body, "validation") for body in bodies], ref_template=_TEMPLATE.format("{model}")
             )
             _, given = msgspec.json.schema_components(
-                [*answers, ErrorResponse], ref_template=_TEMPLATE.format("{name}")
+                answers, ref_template=_TEMPLATE.format("{name}")
             )
             schemas = {**taken["$defs"], **given}
             document.setdefault("components", {})["schemas"] = schemas

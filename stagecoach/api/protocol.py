@@ -1,16 +1,24 @@
-"""What clients may send: the bodies of requests, and what they mean to the engine.
+"""What all request bodies share: how they are read, and the fields of sampling.
 
 Names are OpenAI's, and vLLM's where OpenAI has none. A field that is null counts as absent. A
 field that is not here is accepted and has no effect; the log names it once.
 """
 
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
+from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
+from stagecoach.api.answers import Usage
+from stagecoach.api.structured_output import (
+    ResponseFormat,
+    StructuredOutputs,
+    params_of,
+)
 from stagecoach.errors import RequestError
 from stagecoach.observe.log import get_logger
-from stagecoach.request import SamplingParams
+from stagecoach.request import SamplingParams, StructuredOutputsParams
 
 _log = get_logger(__name__)
 
@@ -21,13 +29,20 @@ _MAX_TOLD = 1000
 _told: set[str] = set()
 
 
+class Refused(NamedTuple):
+    """A field with a meaning that cannot be honoured; null and these values are harmless."""
+
+    harmless: tuple[Any, ...] = ()
+    reason: str = "not implemented"
+
+
 class Body(BaseModel):
     """Base of all request bodies: JSON types are taken as they are, none is converted."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
-    # Known to OpenAI or vLLM, but not implemented; null and the values given here are harmless.
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Known to OpenAI or vLLM, but not implemented.
+    refused: ClassVar[dict[str, Refused]] = {}
 
     model: Annotated[str | None, Field(description="One of /v1/models; absent: the first.")] = None
 
@@ -40,13 +55,14 @@ class Body(BaseModel):
             RequestError: a field that is known and not implemented.
         """
         request = cls.model_validate_json(body)
+        for name, (harmless, reason) in cls.refused.items():
+            value = getattr(request, name, None)
+            if value is not None and value not in harmless:
+                raise RequestError(name, reason)
         request.check()
         unknown = request.model_extra or {}
-        for name, value in unknown.items():
-            if name in cls.refused:
-                if value is not None and value not in cls.refused[name]:
-                    raise RequestError(name, "not implemented")
-            elif name not in _told and len(_told) < _MAX_TOLD:
+        for name in unknown.keys() - cls.refused.keys() - _told:
+            if len(_told) < _MAX_TOLD:
                 _told.add(name)
                 _log.warning("the request field %.80r is unknown and has no effect", name)
         return request
@@ -70,12 +86,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Annotated[
         bool, Field(description="The usage so far in every event; needs include_usage.")
     ] = False
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    type: str
 
 
 class SamplingBody(Body):
@@ -118,7 +128,10 @@ class SamplingBody(Body):
     stream: Annotated[bool | None, Field(description="Send events as tokens come.")] = None
     stream_options: StreamOptions | None = None
     response_format: Annotated[
-        ResponseFormat | None, Field(description="Only the type `text` is implemented.")
+        ResponseFormat | None, Field(description="What the answer must obey.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field(description="The same, as vLLM has it.")
     ] = None
     cache_salt: Annotated[
         str | None, Field(description="Only requests with the same salt share cached prefixes.")
@@ -134,9 +147,17 @@ class SamplingBody(Body):
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "not in a stream")
 
+    def content_params(self) -> StructuredOutputsParams | None:
+        """What the text of the answer must obey.
+
+        Raises:
+            RequestError: names the field that is wrong.
+        """
+        return params_of(self.response_format, self.structured_outputs)
+
     def as_written(self, error: RequestError) -> RequestError:
         """The same about the field that the client wrote, where the engine's has another name."""
-        return RequestError(self.written_fields().get(error.field, error.field), error.reason)
+        return error.about(self.written_fields().get(error.field, error.field))
 
     def written_fields(self) -> dict[str, str]:
         """Fields of the engine that come from a field of another name."""
@@ -146,13 +167,12 @@ class SamplingBody(Body):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def includes_running_usage(self) -> bool:
-        return (
-            self.includes_usage
-            and self.stream_options is not None
-            and self.stream_options.continuous_usage_stats
-        )
+    def running_usage(self, usage: Callable[[], Usage]) -> Usage | UnsetType | None:
+        """What an event with a choice in it says of the usage."""
+        if not self.includes_usage:
+            return UNSET
+        assert self.stream_options is not None, "includes_usage"
+        return usage() if self.stream_options.continuous_usage_stats else None
 
     def sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
@@ -160,12 +180,8 @@ class SamplingBody(Body):
         """Of the engine; what is absent has its default there.
 
         Raises:
-            RequestError: a field that is not implemented, or no token id in logit_bias.
+            RequestError: no token id in logit_bias.
         """
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                "response_format", f"type {self.response_format.type!r} is not implemented"
-            )
         given = {
             name: value for name in _PLAIN_FIELDS if (value := getattr(self, name)) is not None
         }
@@ -198,76 +214,17 @@ _PLAIN_FIELDS = (
     "skip_reading_prefix_cache",
 )
 
-REFUSED_IN_BOTH: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "prompt_embeds": (),
-    "kv_transfer_params": (),
-    "truncate_prompt_tokens": (),
+REFUSED_IN_BOTH = {
+    "structural_tag": Refused(reason="is now structured_outputs.structural_tag"),
+    "guided_json": Refused(reason="is now structured_outputs.json"),
+    "guided_regex": Refused(reason="is now structured_outputs.regex"),
+    "guided_choice": Refused(reason="is now structured_outputs.choice"),
+    "guided_grammar": Refused(reason="is now structured_outputs.grammar"),
+    "use_beam_search": Refused((False,)),
+    "prompt_embeds": Refused(),
+    "kv_transfer_params": Refused(),
+    "truncate_prompt_tokens": Refused(),
 }
-
-
-class CompletionRequest(SamplingBody):
-    """The body of /v1/completions."""
-
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = REFUSED_IN_BOTH | {"suffix": ("",)}
-
-    prompt: Annotated[
-        str | TokenIds | list[str] | list[TokenIds],
-        Field(description="A text, token ids, or a list of either: one choice each, times n."),
-    ]
-    max_tokens: Annotated[int | None, Field(description="Most tokens; default 16.")] = None
-    logprobs: Annotated[
-        int | None, Field(description="Log-probabilities, and those of that many alternatives.")
-    ] = None
-    echo: Annotated[
-        bool | None, Field(description="The text begins with the prompt; logprobs too.")
-    ] = None
-    best_of: Annotated[int | None, Field(description="Only the value of n.")] = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise RequestError("prompt", "must hold at least one token")
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
-
-    def written_fields(self) -> dict[str, str]:
-        is_for_echo = self.echo and self.prompt_logprobs is None
-        return {"prompt_logprobs": "logprobs"} if is_for_echo else {}
-
-    def params(self) -> SamplingParams:
-        """
-        Raises:
-            RequestError: a field that is not implemented or out of its range.
-        """
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of", "not implemented beyond the value of n")
-        if self.max_tokens == 0:
-            raise RequestError("max_tokens", "must be at least 1, also with echo")
-        prompt_logprobs = self.prompt_logprobs
-        if self.echo and self.logprobs is not None:
-            prompt_logprobs = max(self.logprobs, prompt_logprobs or 0)
-        return self.sampling_params(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-
-class DetokenizeRequest(Body):
-    """The body of /detokenize."""
-
-    tokens: TokenIds
 
 
 def _by_token_id(bias: dict[str, float]) -> dict[int, float]:

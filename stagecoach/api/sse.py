@@ -7,9 +7,10 @@ Knows nothing of what events say.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,9 +22,17 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def frame(data: bytes) -> bytes:
-    """One event; `data` is JSON, which has no line breaks."""
-    return b"data: " + data + b"\n\n"
+def frame(data: bytes, event: str | None = None) -> bytes:
+    """One event, with a name where its protocol has names; `data` is JSON, without line breaks."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + data + b"\n\n"
+
+
+def named_frames(events: Iterable[msgspec.Struct]) -> bytes:
+    """Several events, each under the tag of its struct."""
+    return b"".join(
+        frame(msgspec.json.encode(event), str(event.__struct_config__.tag)) for event in events
+    )
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

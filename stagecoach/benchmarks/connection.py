@@ -31,15 +31,22 @@ def request_headers(api_key: str | None, items: Iterable[str]) -> dict[str, str]
 
 
 def setup_client(
-    base_url: str, headers: dict[str, str], *, transport: httpx.BaseTransport | None = None
+    base_url: str,
+    headers: dict[str, str],
+    *,
+    option: str = "--base-url",
+    transport: httpx.BaseTransport | None = None,
 ) -> httpx.Client:
     """A client for questions before a run, with one minute for each.
+
+    Args:
+        option: how the command line calls the address.
 
     Raises:
         ConfigError: the address is none.
     """
     if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url={base_url}: must begin with http:// or https://")
+        raise ConfigError(f"{option}={base_url}: must begin with http:// or https://")
     return httpx.Client(
         base_url=base_url, headers=headers, timeout=60.0, transport=transport, trust_env=False
     )

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,28 +122,27 @@ def _prepare(options: ServeOptions, rng: np.random.Generator) -> tuple[Target, l
 def _make_conversations(
     options: ServeOptions, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> list[Conversation]:
-    made = _from_file(options, vocabulary, rng)
-    if made is None:
+    if options.dataset_path is not None:
+        made = _from_file(options, options.dataset_path, vocabulary, rng)
+    else:
         made = _from_random_tokens(options, alphabet(vocabulary, options.seed), rng)
     is_text = options.backend == "openai-chat" or not vocabulary.is_exact
     return data_sets.as_text(made, vocabulary) if is_text else made
 
 
 def _from_file(
-    options: ServeOptions, vocabulary: Vocabulary, rng: np.random.Generator
-) -> list[Conversation] | None:
-    if options.dataset_path is None:
-        return None
+    options: ServeOptions, path: Path, vocabulary: Vocabulary, rng: np.random.Generator
+) -> list[Conversation]:
     if options.dataset_name == "sharegpt":
         return data_sets.share_gpt_requests(
-            options.dataset_path,
+            path,
             vocabulary,
             rng,
             num_requests=options.num_prompts,
             output_len=options.sharegpt_output_len,
         )
     return data_sets.share_gpt_conversations(
-        options.dataset_path,
+        path,
         vocabulary,
         rng,
         num_requests=options.num_prompts,

@@ -25,6 +25,11 @@ _SAMPLING = (
 )
 
 
+_of_server = typer.Option(help="Sampling parameter; default: the server's.")
+_FloatOfServer = Annotated[float | None, _of_server]
+_IntOfServer = Annotated[int | None, _of_server]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """One field an option; its annotation is what the command line says about it."""
@@ -109,27 +114,13 @@ class ServeOptions:
         bool | None,
         typer.Option(help="Answers of full length; default: with all sets but sharegpt."),
     ] = None
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    top_p: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    min_p: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Sampling parameter; default: the server's.")
-    ] = None
+    temperature: _FloatOfServer = None
+    top_p: _FloatOfServer = None
+    top_k: _IntOfServer = None
+    min_p: _FloatOfServer = None
+    presence_penalty: _FloatOfServer = None
+    frequency_penalty: _FloatOfServer = None
+    repetition_penalty: _FloatOfServer = None
     extra_body: Annotated[
         str, typer.Option(metavar="JSON", help="Further fields of each request.")
     ] = "{}"

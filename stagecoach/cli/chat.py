@@ -78,7 +78,7 @@ def chat(
     }
     fields = {name: value for name, value in given.items() if value is not None}
     base_url = url.rstrip("/").removesuffix("/v1")
-    with setup_client(base_url, request_headers(api_key, ())) as client:
+    with setup_client(base_url, request_headers(api_key, ()), option="--url") as client:
         # An answer may be long in coming; Ctrl-C ends the wait.
         client.timeout = httpx.Timeout(60.0, read=None)
         conversation = Conversation(client, model or first_model(client), fields, system=system)

@@ -10,7 +10,7 @@ import typer
 from stagecoach.errors import RequestError
 from stagecoach.llm import LLM, Prompt
 from stagecoach.outputs import RequestOutput
-from stagecoach.request import SamplingParams
+from stagecoach.request import SamplingParams, StructuredOutputsParams
 from stagecoach.schedule.speculation_stats import tokens_per_round
 
 _DEFAULT_MAX_TOKENS = 256
@@ -93,6 +93,14 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="The same for the tokens of the prompt.")
     ] = None,
+    structured_outputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='What the text must obey, as in `{"regex": "[0-9]+"}`; others are json, '
+            "json_object, choice, grammar and structural_tag. @FILE: it stands in a file.",
+        ),
+    ] = None,
     cache_salt: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +134,7 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_outputs=_parse_structured_outputs(structured_outputs),
         skip_special_tokens=not chat,
     )
     with LLM(model, **engine_options) as llm:
@@ -192,6 +201,16 @@ def _parse_logit_bias(text: str | None) -> dict[int, float]:
         raise RequestError(
             "logit_bias", f"must be a JSON object of numbers by token id, not {text!r}"
         ) from None
+
+
+def _parse_structured_outputs(text: str | None) -> StructuredOutputsParams | None:
+    if text is None:
+        return None
+    try:
+        data = Path(text[1:]).read_bytes() if text.startswith("@") else text
+        return msgspec.json.decode(data, type=StructuredOutputsParams)
+    except (OSError, msgspec.DecodeError) as error:
+        raise RequestError("structured_outputs", f"{text}: {error}") from None
 
 
 def _with_max_tokens(params: SamplingParams, max_model_len: int) -> SamplingParams:

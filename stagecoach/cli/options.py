@@ -1,15 +1,15 @@
-"""Engine options on a command line, made from EngineConfig itself.
+"""Options on a command line, made from EngineConfig and ServerSettings themselves.
 
 Owns the way from flags and a YAML file to an EngineConfig: a flag wins over the file, the
 file over the default. Every field of EngineConfig is a flag of every command that starts an
-engine; its doc line is the flag's help.
+engine, every field of ServerSettings one of `serve`; its doc line is the flag's help.
 """
 
 import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,8 @@ import msgspec
 import typer
 import yaml
 
-from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
+from stagecoach.api.settings import ServerSettings
+from stagecoach.config import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 from stagecoach.observe import log
 
@@ -35,11 +36,6 @@ def with_engine_options(command: Callable[..., None], **defaults: Any) -> Callab
 
     `defaults` replace those of EngineConfig.
     """
-    parameters = [
-        parameter
-        for name, parameter in inspect.signature(command).parameters.items()
-        if name != "engine_options"
-    ]
     flags = [_parameter(item, defaults.get(name, item.default)) for name, item in _FIELDS.items()]
     config_flag = inspect.Parameter(
         "config",
@@ -55,28 +51,68 @@ def with_engine_options(command: Callable[..., None], **defaults: Any) -> Callab
         ],
     )
 
+    def options(config: Path | None = None, **given: Any) -> dict[str, Any]:
+        from_file = {} if config is None else read_config_file(config)
+        parsed = {name: _parse(name, value) for name, value in given.items()}
+        options = {**defaults, **from_file, **parsed}
+        _configure_log(options.get("log_level", _FIELDS["log_level"].default))
+        return options
+
+    return _with_flags(command, "engine_options", [*flags, config_flag], options)
+
+
+def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(server_options: dict, ...)` a flag for every field of ServerSettings."""
+    # The log's level is an option of the engine, too.
+    fields = [item for item in dataclasses.fields(ServerSettings) if item.name != "log_level"]
+    flags = [_parameter(item, item.default) for item in fields]
+
+    def options(**given: Any) -> dict[str, Any]:
+        return {
+            name: tuple(_texts(name, value)) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+
+    return _with_flags(command, "server_options", flags, options)
+
+
+def _texts(name: str, given: list[str]) -> Iterator[str]:
+    """Those of a flag that may be repeated; origins may be in one JSON list, as vLLM has them."""
+    for text in given:
+        if name == "allowed_origins" and text.startswith("["):
+            try:
+                yield from msgspec.json.decode(text, type=list[str])
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"{option(name)}={text}: no JSON list of texts: {error}"
+                ) from None
+        else:
+            yield text
+
+
+def _with_flags(
+    command: Callable[..., None],
+    name: str,
+    flags: Sequence[inspect.Parameter],
+    read: Callable[..., dict[str, Any]],
+) -> Callable[..., None]:
+    """`command` with these flags instead of its parameter `name`, which gets what `read` makes
+    of those that are given."""
+
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:
-        given = {
-            name: _parse(name, value)
-            for name in [flag.name for flag in flags]
-            if (value := arguments.pop(name)) is not None
-        }
-        path = arguments.pop("config")
-        from_file = {} if path is None else read_config_file(path)
-        options = {**defaults, **from_file, **given}
-        _configure_log(options.get("log_level", _FIELDS["log_level"].default))
-        command(engine_options=options, **arguments)
+        values = {flag.name: arguments.pop(flag.name) for flag in flags}
+        given = {flag: value for flag, value in values.items() if value is not None}
+        command(**{name: read(**given)}, **arguments)
 
-    signature = inspect.Signature(
-        [
-            *(item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters),
-            *flags,
-            config_flag,
-        ]
-    )
+    kept = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.name != name
+    ]
+    signature = inspect.Signature([*kept, *flags])
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {name: item.annotation for name, item in signature.parameters.items()}
+    wrapped.__annotations__ = {item.name: item.annotation for item in signature.parameters.values()}
     return wrapped
 
 
@@ -129,13 +165,14 @@ def _configure_log(level: str) -> None:
 def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Parameter:
     kind = _kind(item)
     is_flag = kind is bool
-    long_name = option(item.name)
+    long_name = item.metadata.get("option", option(item.name))
     # The second spelling lets a command line win over a file that says true.
     if is_flag:
         long_name += f"/--no-{long_name.removeprefix('--')}"
     names = [*item.metadata.get("flags", ()), long_name]
-    is_told = default is not False and default not in (None, dataclasses.MISSING)
+    is_told = default is not False and default not in (None, dataclasses.MISSING, (), "")
     shown = str(default) if is_told else None
+    metavar = item.metadata.get("metavar", _METAVARS.get(item.name, kind.__name__.upper()))
     return inspect.Parameter(
         item.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -144,25 +181,26 @@ def _parameter(item: "dataclasses.Field[Any]", default: Any) -> inspect.Paramete
             kind | None,
             typer.Option(
                 *names,
-                help=_help(item.name) + (f"  [default: {shown}]" if shown else ""),
+                help=_help(item) + (f"  [default: {shown}]" if shown else ""),
                 show_default=False,
-                **({} if is_flag else {"metavar": _METAVARS.get(item.name, kind.__name__.upper())}),
+                envvar=item.metadata.get("envvar"),
+                **({} if is_flag else {"metavar": metavar}),
             ),
         ],
     )
 
 
 def _kind(item: "dataclasses.Field[Any]") -> Any:
-    """What a command line takes for it: bool, int, float, or text."""
+    """What a command line takes for it: bool, int, float, text, or texts."""
     for kind in (bool, int, float):
         if item.type in (kind, kind | None):
             return kind
-    return str
+    return list[str] if item.type == tuple[str, ...] else str
 
 
-def _help(name: str) -> str:
-    doc = field_docs()[name]
-    if name != "speculative_config":
+def _help(item: "dataclasses.Field[Any]") -> str:
+    doc: str = item.metadata["doc"]
+    if item.name != "speculative_config":
         return doc
     keys = []
     for item in dataclasses.fields(SpeculativeConfig):

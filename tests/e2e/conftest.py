@@ -5,10 +5,13 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from stagecoach import LLM
+from tests.e2e.server_process import ServerProcess, serving
 from tests.small_engine import write_small_draft, write_small_model
 
 
@@ -30,6 +33,23 @@ def servers() -> None:
     context.set_forkserver_preload(["stagecoach.engine.worker"])
     resource_tracker.ensure_running()
     forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def demo_server(servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The bundled model, which always drafts; for all tests that leave the server as it was."""
+    folder = tmp_path_factory.mktemp("demo_server")
+    draft = '{"model": "demo-draft", "confidence_schedule": false, "watchdog": false}'
+    with serving("demo", folder, "--speculative-config", draft) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_llm() -> Iterator[LLM]:
+    """The same model without a server, and without drafts."""
+    options: dict[str, Any] = {"distributed_executor_backend": "uni", "num_threads": 1}
+    with LLM("demo", show_progress=False, log_level="warning", max_model_len=512, **options) as llm:
+        yield llm
 
 
 @pytest.fixture

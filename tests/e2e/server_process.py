@@ -1,5 +1,6 @@
 """`stagecoach serve` as a process on loopback, and what it logs."""
 
+import contextlib
 import os
 import re
 import signal
@@ -53,16 +54,28 @@ class ServerProcess:
     def wait_until_ready(self) -> None:
         self.wait_until_listening()
         deadline = time.monotonic() + LIMIT_SECONDS
-        while httpx2.get(f"{self.url}/ready").status_code != 200:
+        # Of several API processes one may be ready before the others; the line is about all.
+        while not any("serving " in line for line in self.log):
             assert time.monotonic() < deadline, self.log
             assert self.process.poll() is None, self.log
             time.sleep(0.05)
+        assert httpx2.get(f"{self.url}/ready", timeout=LIMIT_SECONDS).status_code == 200
 
     def loop_process(self) -> psutil.Process:
-        """The engine loop: the only child that was spawned."""
-        children = psutil.Process(self.process.pid).children()
-        [loop] = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return loop
+        """The engine loop: the first child that was spawned."""
+        return self._spawned()[0]
+
+    def api_processes(self) -> list[psutil.Process]:
+        """Those of a server with several."""
+        return self._spawned()[1:]
+
+    def _spawned(self) -> list[psutil.Process]:
+        spawned = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "spawn_main" in " ".join(child.cmdline()):
+                    spawned.append(child)
+        return sorted(spawned, key=lambda child: child.create_time())
 
     def worker_processes(self) -> list[psutil.Process]:
         """Workers are forked from a child."""

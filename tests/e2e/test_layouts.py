@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stagecoach import LLM, RequestOutput, SamplingParams
+from stagecoach import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from tests.small_engine import (
     assert_idle,
     assert_same_completions,
@@ -16,13 +16,28 @@ from tests.small_engine import (
     thread_engine,
 )
 
-PROMPTS = ["hello", [9] * 33, "a prompt that is cut into several chunks", [7], [1, 2, 3] * 20]
+PROMPTS = [
+    "hello",
+    [9] * 33,
+    "a prompt that is cut into several chunks",
+    [7],
+    [1, 2, 3] * 20,
+    "what obeys",
+]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=1, max_tokens=9, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=1.2, seed=2, max_tokens=10, n=3, top_p=0.9),
     SamplingParams(temperature=1.0, seed=3, max_tokens=15, repetition_penalty=1.2),
     SamplingParams(temperature=0.0, max_tokens=8, min_tokens=4, stop=("a", "e")),
+    SamplingParams(
+        temperature=1.0,
+        seed=4,
+        max_tokens=20,
+        n=2,
+        logprobs=1,
+        structured_outputs=StructuredOutputsParams(regex="([a-c]{2,4}-)+[0-9]!"),
+    ),
 ]
 
 

@@ -14,6 +14,9 @@ import openai
 import psutil
 import pytest
 
+from bench.soak import soak
+from tests.e2e.endless_streams import EndlessStreams
+from tests.e2e.process_watch import Watch
 from tests.e2e.server_process import ServerProcess, serving
 from tests.small_engine import LETTERS
 
@@ -40,8 +43,10 @@ def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, server_folder: Path) -> Iterator[ServerProcess]:
-    """One for all tests that leave it as it was."""
-    with serving(folder, server_folder, "--served-model-name", "small", "-pp", "2") as process:
+    """One for all tests that leave it as it was, and for the last, which does not."""
+    options = ["--served-model-name", "small", "-pp", "2", "--api-server-count", "2"]
+    options += ["--profiler-dir", str(server_folder / "profiles")]
+    with serving(folder, server_folder, *options) as process:
         yield process
 
 
@@ -116,6 +121,22 @@ def test_tools_may_be_offered(client: openai.OpenAI) -> None:
     assert final.choices[0].message.role == "assistant"
 
 
+def test_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": "small",
+        "input": HI,
+        "max_output_tokens": 12,
+        "reasoning": {"effort": "none"},
+        "extra_body": {"seed": 3, "logit_bias": LETTER_BIAS},
+    }
+    whole = client.responses.create(**fields)
+    assert whole.status == "incomplete" and len(whole.output_text) == 12
+    assert whole.usage is not None and whole.usage.output_tokens == 12
+    *_, last = client.responses.create(**fields, stream=True)
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == whole.output_text
+
+
 def test_completions_of_texts_and_tokens(client: openai.OpenAI) -> None:
     prompts: list[Any] = ["ab", [97, 98], ["ab", "cd"], [[97, 98], [99, 100]]]
     answers = [
@@ -139,13 +160,15 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-5", messages=HI)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="small", messages=HI, tools=TOOLS, tool_choice="required"
-        )
+        client.chat.completions.create(model="small", messages=HI, tool_choice="required")
     assert caught.value.param == "tool_choice"
+    schema: Any = {"name": "x", "schema": {"type": "nix"}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model="small", messages=HI, response_format={"type": "json_object"}
+            model="small",
+            messages=HI,
+            response_format={"type": "json_schema", "json_schema": schema},
+            stream=True,
         )
     assert caught.value.param == "response_format"
 
@@ -188,6 +211,44 @@ def test_many_at_once_and_some_are_cancelled(server: ServerProcess) -> None:
     wait_until_idle(server)
 
 
+def generation_tokens(server: ServerProcess) -> float:
+    """As one of the API processes tells it."""
+    text = httpx2.get(f"{server.url}/metrics").text
+    [line] = [item for item in text.splitlines() if "stagecoach:generation_tokens_total{" in item]
+    return float(line.rpartition(" ")[2])
+
+
+def test_metrics_are_those_of_all_api_processes(server: ServerProcess) -> None:
+    before = generation_tokens(server)
+    body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
+    # A connection each: the kernel spreads them over the processes.
+    for _ in range(8):
+        assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    assert [generation_tokens(server) for _ in range(6)] == [before + 24] * 6
+
+
+def test_a_profile_has_a_file_of_each_worker_and_changes_no_token(server: ServerProcess) -> None:
+    body = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True, "seed": 5}
+
+    def text() -> str:
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body).json()
+        return answer["choices"][0]["text"]
+
+    def ask(path: str) -> httpx2.Response:
+        return httpx2.post(f"{server.url}{path}", timeout=60)
+
+    plain = text()
+    assert ask("/stop_profile").status_code == 409
+    assert ask("/start_profile").json() == {"status": "recording", "paths": []}
+    assert ask("/start_profile").status_code == 409
+    assert text() == plain
+    paths = [Path(path) for path in ask("/stop_profile").json()["paths"]]
+    assert [path.name for path in paths] == [f"worker-{stage}-0.pt.trace.json" for stage in (0, 1)]
+    assert all(b"aten::" in path.read_bytes() for path in paths)
+    assert ask("/stop_profile").status_code == 409
+    assert text() == plain
+
+
 def test_a_reader_that_sleeps_and_hangs_up_leaves_nothing(server: ServerProcess) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     body = b'{"prompt": "a", "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 8}'
@@ -200,74 +261,9 @@ def test_a_reader_that_sleeps_and_hangs_up_leaves_nothing(server: ServerProcess)
     wait_until_idle(server)
 
 
-class EndlessStreams:
-    """Clients that stream one answer after the other until an error ends them.
-
-    Attributes:
-        ends: what each of them ended with.
-    """
-
-    def __init__(self, url: str, num_streams: int) -> None:
-        self.ends: list[openai.OpenAIError] = []
-        self._url = url
-        self._has_begun = threading.Barrier(num_streams + 1)
-        self._threads = [threading.Thread(target=self._read) for _ in range(num_streams)]
-        for thread in self._threads:
-            thread.start()
-        self._has_begun.wait(30)
-
-    def _read(self) -> None:
-        fields = LONG | {"model": "small", "prompt": "abc", "stream": True}
-        is_first = True
-        with openai.OpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0) as client:
-            try:
-                while True:
-                    for _ in client.completions.create(**fields):
-                        if is_first:
-                            self._has_begun.wait(30)
-                        is_first = False
-            except openai.OpenAIError as error:
-                self.ends.append(error)
-
-    def join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("victim", ["loop", "first worker", "last worker"])
-def test_a_killed_process_ends_all_streams_with_an_error(
-    folder: Path, temporary_folder: Path, victim: str
-) -> None:
-    with serving(folder, temporary_folder, "--served-model-name", "small", "-pp", "2") as server:
-        streams = EndlessStreams(server.url, 4)
-        workers = server.worker_processes()
-        assert len(workers) == 2
-        processes = {
-            "loop": server.loop_process(),
-            "first worker": workers[0],
-            "last worker": workers[-1],
-        }
-        processes[victim].kill()
-        streams.join(LIMIT_SECONDS)
-        assert len(streams.ends) == 4
-        for error in streams.ends:
-            assert isinstance(error, openai.APIError)
-            assert "was killed by SIGKILL" in error.message
-        health = httpx2.get(f"{server.url}/health")
-        assert (health.status_code, health.json()["status"]) == (503, "dead")
-        assert httpx2.get(f"{server.url}/ready").status_code == 503
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            with pytest.raises(openai.InternalServerError) as caught:
-                client.completions.create(model="small", prompt="a")
-            assert caught.value.status_code == 503
-        server.signal(signal.SIGTERM)
-        assert server.wait(20) == 0
-
-
 def test_sigterm_lets_open_requests_finish(folder: Path, temporary_folder: Path) -> None:
-    with serving(folder, temporary_folder, "--served-model-name", "small") as server:
+    options = ("--served-model-name", "small", "--api-server-count", "2")
+    with serving(folder, temporary_folder, *options) as server:
         answers: list[int] = []
 
         def ask() -> None:
@@ -283,11 +279,16 @@ def test_sigterm_lets_open_requests_finish(folder: Path, temporary_folder: Path)
         deadline = time.monotonic() + 20
         while httpx2.get(f"{server.url}/server_info").json()["num_open_requests"] < 3:
             assert time.monotonic() < deadline
+        # Every process gets it, as from systemd.
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            process.send_signal(signal.SIGTERM)
         server.signal(signal.SIGTERM)
         assert server.wait(30) == 0
         for thread in threads:
             thread.join(5)
         assert len(answers) == 3
+    told = [line for line in server.log if "ending: 3 open requests may finish" in line]
+    assert len(told) == 1, server.log
 
 
 def test_after_the_deadline_streams_end_with_an_error(folder: Path, temporary_folder: Path) -> None:
@@ -307,7 +308,8 @@ def test_after_the_deadline_streams_end_with_an_error(folder: Path, temporary_fo
 
 
 def test_a_second_sigterm_ends_at_once(folder: Path, temporary_folder: Path) -> None:
-    with serving(folder, temporary_folder, "--served-model-name", "small") as server:
+    options = ("--served-model-name", "small", "--api-server-count", "2")
+    with serving(folder, temporary_folder, *options) as server:
         streams = EndlessStreams(server.url, 1)
         [worker] = server.worker_processes()
         worker.suspend()
@@ -350,3 +352,59 @@ def test_an_address_in_use_is_named(server: ServerProcess, folder: Path, tmp_pat
     with serving(folder, tmp_path, "--port", port, is_awaited=False) as second:
         assert second.wait(60) == 1
         assert any(f"--port={port}: Address already in use" in line for line in second.log)
+
+
+def test_a_soak_leaves_nothing(server: ServerProcess) -> None:
+    """Clients of all protocols that go, read slowly and ask what is wrong; see bench/soak.py."""
+    work = soak(server.url, server.process.pid, num_requests=200, concurrency=32)
+    soaked = asyncio.run(work)
+    assert not soaked.faults()
+    counts = soaked.tally.counts
+    assert counts.total() == 200 and counts["answered"] > 50
+    assert counts["client went at once"] and counts["client went in the middle"]
+
+
+def test_an_api_process_that_dies_is_replaced_and_the_supervisor_takes_all_along(
+    server: ServerProcess,
+) -> None:
+    """Last: it ends the server of this file."""
+    streams = EndlessStreams(server.url, 6)
+    pair = server.api_processes()
+    assert len(pair) == 2
+    # Whichever process is asked, it knows of all.
+    for _ in range(8):
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+    victim = max(pair, key=num_connections)
+    num_victims = num_connections(victim)
+    assert num_victims >= 3
+    victim.kill()
+    streams.wait_for_ends(num_victims, LIMIT_SECONDS)
+    for error in streams.ends:
+        assert isinstance(error, openai.APIError)
+    # Its requests are gone from the engine, its place is taken, and the others went on.
+    deadline = time.monotonic() + 20
+    while victim in (now := server.api_processes()) or len(now) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for _ in range(8):
+        assert httpx2.get(f"{server.url}/health", timeout=20).status_code == 200
+    info = httpx2.get(f"{server.url}/server_info").json()
+    num_left = 6 - num_victims
+    assert info["stats"]["num_running"] + info["stats"]["num_waiting"] <= num_left
+    assert info["num_open_requests"] <= num_left
+    assert len(streams.ends) == num_victims
+    assert any("was killed by SIGKILL; another one takes its place" in line for line in server.log)
+
+    everything = psutil.Process(server.process.pid).children(recursive=True)
+    watch = Watch(process.pid for process in everything)
+    server.process.kill()
+    streams.join(LIMIT_SECONDS)
+    assert len(streams.ends) == 6
+    left = watch.running_after(LIMIT_SECONDS)
+    watch.close()
+    assert not left
+
+
+def num_connections(process: psutil.Process) -> int:
+    """Clients that are connected to it."""
+    return sum(item.status == psutil.CONN_ESTABLISHED for item in process.net_connections("tcp"))

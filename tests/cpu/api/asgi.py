@@ -34,13 +34,16 @@ class Answer(NamedTuple):
 
 
 def events_of(body: bytes) -> list[Any]:
+    """Those of a stream; one that has a name has it as its type, too."""
     events: list[Any] = []
     for block in body.decode().split("\n\n"):
         if not block:
             continue
-        assert block.startswith("data: ") and "\n" not in block, block
-        text = block.removeprefix("data: ")
+        name, _, data = block.rpartition("\n")
+        assert data.startswith("data: ") and "\n" not in name, block
+        text = data.removeprefix("data: ")
         events.append(text if text == "[DONE]" else json.loads(text))
+        assert not name or name == f"event: {events[-1]['type']}", block
     return events
 
 
@@ -122,9 +125,9 @@ async def exchange(
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
+        "path": path.partition("?")[0],
+        "raw_path": path.partition("?")[0].encode(),
+        "query_string": path.partition("?")[2].encode(),
         "root_path": "",
         "headers": [(key.encode(), value.encode()) for key, value in fields.items()],
         "client": ("127.0.0.1", 1),

@@ -91,5 +91,5 @@ def server(started: Server) -> Iterator[Server]:
     yield started
     assert started.run(started.is_idle())
     assert started.service.num_open_requests == 0
-    assert started.service.num_open_completions == 0
+    assert started.service.counts.num_completions == 0
     assert not asyncio.all_tasks(started.runner.get_loop())

@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets a precise answer in one form, and the server goes on."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from stagecoach.api.chat_protocol import ChatCompletionRequest
+from stagecoach.api.chat_api.request import ChatCompletionRequest
+from stagecoach.api.completions_api.request import CompletionRequest
 from stagecoach.api.error_body import HttpError, QueueFullError, failure_of
-from stagecoach.api.protocol import CompletionRequest
 from stagecoach.errors import (
     CapacityError,
     EngineDeadError,
+    GrammarError,
     NonFiniteError,
+    PromptTooLongError,
     RequestError,
     StagecoachError,
     WorkerDiedError,
@@ -25,6 +28,11 @@ from tests.cpu.api.conftest import Server
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def named(name: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def assert_error(answer: Any, status: int, param: str | None, *words: str) -> None:
@@ -47,19 +55,22 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt", "at least one token"),
     ({"prompt": ["a", ""]}, "prompt", "(prompt 1)"),
     ({"prompt": [[1], []]}, "prompt", "(prompt 1)"),
-    ({"prompt": ["a", 5]}, "prompt", ""),
+    # The branch of a union that got furthest says where.
+    ({"prompt": ["a", 5]}, "prompt[1]", "valid string"),
+    ({"prompt": [5, "a"]}, "prompt[1]", "valid integer"),
+    ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]", "valid integer"),
     ({"prompt": [1, 10**6]}, "prompt", "token id 1000000"),
     ({"prompt": [-1]}, "prompt", "token id -1"),
     ({"prompt": [2**70]}, "prompt", "token id"),
-    ({"prompt": [1.5]}, "prompt", ""),
-    ({"prompt": [True]}, "prompt", ""),
+    ({"prompt": [1.5]}, "prompt[0]", "valid integer"),
+    ({"prompt": [True]}, "prompt[0]", "valid integer"),
     ({"prompt": "x" * 600}, "prompt", "600 tokens"),
     ({"prompt": ["a"] * 27}, "prompt", "27 completions"),
     ({"prompt": "a", "n": 27}, "prompt", "27 completions"),
     ({"prompt": "a", "n": 0}, "n", "at least 1"),
     ({"prompt": "a", "n": 1.0}, "n", "valid integer"),
     ({"prompt": "a", "n": True}, "n", "valid integer"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1, or 0 with echo"),
     ({"prompt": "a", "max_tokens": -1}, "max_tokens", "at least 1"),
     ({"prompt": "a", "max_tokens": 513}, "max_tokens", "at most 512"),
     ({"prompt": "a", "max_tokens": 2**80}, "max_tokens", ""),
@@ -75,7 +86,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "seed": 2**63 - 1, "n": 2}, "seed", "seed + n - 1"),
     ({"prompt": "a", "seed": 2**64}, "seed", ""),
     ({"prompt": "a", "stop": ""}, "stop", "must not be empty"),
-    ({"prompt": "a", "stop": [5]}, "stop", "valid string"),
+    ({"prompt": "a", "stop": ["x", 5]}, "stop[1]", "valid string"),
     ({"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids", "token id 999"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "at most 20"),
     ({"prompt": "a", "logprobs": 21, "echo": True}, "logprobs", "at most 20"),
@@ -97,12 +108,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"prompt": "a", "stream": True, "top_p": 9}, "top_p", "(0, 1]"),
-    (
-        {"prompt": "a", "response_format": {"type": "json_object"}},
-        "response_format",
-        "'json_object' is not implemented",
-    ),
-    ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "not implemented"),
+    ({"prompt": "a", "guided_json": {}}, "guided_json", "is now structured_outputs.json"),
+    ({"prompt": "a", "structural_tag": "{}"}, "structural_tag", "is now structured_outputs"),
 ]
 
 
@@ -137,13 +144,18 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "tokens"),
     ({"tools": [{}]}, "tools[0].type", "field required"),
     ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function.name", ""),
-    ({"tool_choice": "required"}, "tool_choice", "only auto and none"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice", "no tools"),
+    ({"tool_choice": named("f")}, "tool_choice", "no tools"),
+    ({"tool_choice": named("g"), "tools": [TOOL]}, "tool_choice", "name 'g'"),
+    ({"tool_choice": named(5), "tools": [TOOL]}, "tool_choice.function.name", "valid string"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type", "'function'"),
+    ({"tool_choice": "any"}, "tool_choice", "'required'"),
     (
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tool_choice": "required", "tools": [TOOL], "min_tokens": 3},
         "tool_choice",
-        "only auto and none",
+        "min_tokens",
     ),
-    ({"tool_choice": "any"}, "tool_choice", ""),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs true"),
     ({"logprobs": 2}, "logprobs", "valid boolean"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
@@ -152,15 +164,48 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "minimal"}, "reasoning_effort", "minimal"),
     ({"chat_template_kwargs": {"nix": 1}}, "chat_template_kwargs", "nix"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format",
-        "'json_schema' is not implemented",
-    ),
-    ({"functions": [{"name": "f"}]}, "functions", "not implemented"),
+    ({"functions": [{"name": "f"}]}, "functions", "is now tools"),
     ({"audio": {}}, "audio", "not implemented"),
     ({"chat_template": "{{ x }}"}, "chat_template", "not implemented"),
 ]
+
+
+WRONG_IN_BOTH: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "required",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "ignore_eos": True},
+        "response_format",
+        "ignore_eos",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "not both",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
+    ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs.choice[1]", "valid string"),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "not implemented",
+    ),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "structured_outputs", "min_tokens"),
+]
+
+
+def test_a_wrong_form_of_the_answer_is_named(server: Server) -> None:
+    for fields, param, word in WRONG_IN_BOTH:
+        assert_error(server.post(TEXT, prompt="a", **fields), 400, param, word)
+        assert_error(server.post(CHAT, **HI | fields), 400, param, word)
+        assert_error(server.post(CHAT, **HI | fields, stream=True), 400, param, word)
 
 
 def test_a_wrong_field_of_a_chat_is_named(server: Server) -> None:
@@ -228,11 +273,36 @@ def test_an_unknown_model_is_404(server: Server) -> None:
     assert server.post(TEXT, prompt="a", model="other-name").json["model"] == "other-name"
 
 
+LONG = [{"role": "user", "content": "x" * 600}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"prompt": ["a", "x" * 600]}, "prompt"),
+        (CHAT, {"messages": LONG}, "messages"),
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/messages", {"messages": LONG, "max_tokens": 1}, "messages"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_in_words_that_agents_know(
+    server: Server, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.post(path, **fields)
+    assert answer.status == 400
+    error = answer.json["error"]
+    # Anthropic's words, then those of OpenAI and vLLM: clients shorten the prompt on reading them.
+    assert re.match(rf"{param}: prompt is too long: \d+ tokens > 511 maximum;", error["message"])
+    assert "this model's maximum context length is 512 tokens" in error["message"]
+    if path != "/v1/messages":
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 def test_paths_and_methods_that_are_not_there(server: Server) -> None:
-    for path in ("/nix", "/v1/embeddings", "/v1/responses", "/v1/messages", "/metrics"):
-        assert_error(server.post(path), 404, None)
+    for path in ("/nix", "/v1/embeddings", "/v1/v1/chat/completions"):
+        assert_error(server.post(path), 404, None, f"no POST '{path}' here")
     answer = server.get(TEXT)
-    assert_error(answer, 405, None)
+    assert_error(answer, 405, None, f"no GET '{TEXT}' here")
     assert answer.headers["allow"] == "POST"
 
 
@@ -278,8 +348,10 @@ def test_any_value_in_any_field_is_taken_or_refused(data: st.DataObject) -> None
     ("error", "status", "kind", "code"),
     [
         (RequestError("top_p", "wrong"), 400, "invalid_request_error", "invalid_value"),
+        (PromptTooLongError("a", "b"), 400, "invalid_request_error", "context_length_exceeded"),
         (HttpError(401, "key", code="invalid_api_key"), 401, "authentication_error", None),
         (QueueFullError("full"), 429, "rate_limit_error", "queue_full"),
+        (GrammarError("too large"), 400, "invalid_request_error", "grammar_limit"),
         (NonFiniteError("NaN"), 500, "internal_server_error", "non_finite"),
         (EngineDeadError("gone"), 503, "service_unavailable_error", "engine_dead"),
         (WorkerDiedError("worker[0,0]"), 503, "service_unavailable_error", "engine_dead"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.api.chat_answer import ChatAnswer
+from stagecoach.api.chat_api.answer import ChatAnswer
 from stagecoach.errors import CapacityError, EngineDeadError, WorkerDiedError
 from stagecoach.request import FinishReason
 from tests.cpu.api.asgi import Exchange, call, events_of, exchange
@@ -68,7 +68,7 @@ def test_a_client_that_goes_before_the_first_token_aborts_all(
 
         server.run(go())
         assert not engine.open
-        assert server.service.num_open_completions == 0
+        assert server.service.counts.num_completions == 0
         assert set(engine.aborted) >= set(range(1, len(engine.submitted) + 1))
 
 
@@ -350,26 +350,27 @@ def test_a_mistake_about_one_request_ends_no_other(
         assert "a bug" in caplog.text and b"a bug" not in chat.body
 
 
-def test_a_frozen_engine_is_not_well(model_folder: Path) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_frozen_engine_is_not_well(model_folder: Path, path: str) -> None:
     """Nothing is dead: the loop answers, or does not, and no step ever comes."""
     with scripted_server(model_folder, stall_timeout_seconds=0.05) as (server, engine):
 
         async def go() -> None:
             async with exchange(server.app, "POST", TEXT, encoded(prompt="a", stream=True)):
                 await until(lambda: engine.open)
-                assert (await call(server.app, "GET", "/health")).status == 200
+                assert (await call(server.app, "GET", path)).status == 200
                 await asyncio.sleep(0.1)
-                answer = await call(server.app, "GET", "/health")
+                answer = await call(server.app, "GET", path)
                 assert answer.status == 503 and answer.json["status"] == "stalled"
                 assert "1 requests" in answer.json["reason"]
                 engine.num_steps += 1
-                assert (await call(server.app, "GET", "/health")).status == 200
+                assert (await call(server.app, "GET", path)).status == 200
 
         server.run(go())
         # Without work, no step is no stall.
-        assert server.get("/health").status == server.get("/health").status == 200
+        assert server.get(path).status == server.get(path).status == 200
         engine.stats_error = EngineDeadError("the engine loop did not answer in 5 s")
-        answer = server.get("/health")
+        answer = server.get(path)
         assert answer.status == 503 and "did not answer" in answer.json["reason"]
 
 
@@ -399,14 +400,14 @@ def test_a_full_queue_is_429_and_opens_again(model_folder: Path) -> None:
 
         async def go() -> None:
             async with exchange(server.app, "POST", TEXT, encoded(prompt="a", n=2)):
-                await until(lambda: server.service.num_open_completions == 2)
+                await until(lambda: server.service.counts.num_completions == 2)
                 full = await call(server.app, "POST", TEXT, {"prompt": ["a", "b"]})
                 assert full.status == 429
                 assert full.error["type"] == "rate_limit_error"
                 assert int(full.headers["retry-after"]) >= 1
                 assert "--max-queue-requests" in full.error["message"]
                 async with exchange(server.app, "POST", TEXT, encoded(prompt="a")):
-                    await until(lambda: server.service.num_open_completions == 3)
+                    await until(lambda: server.service.counts.num_completions == 3)
             engine.say([97])
             assert (await call(server.app, "POST", TEXT, {"prompt": "a", "n": 3})).status == 200
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,8 +28,8 @@ def spoil_first_request(monkeypatch: pytest.MonkeyPatch, *, start: int) -> None:
     """What the first request computes at or behind token `start` is not finite."""
     run_plan = StageRunner.run
 
-    def run(self: StageRunner, plan: StepPlan) -> StepOutcome:
-        outcome = run_plan(self, plan)
+    def run(self: StageRunner, plan: StepPlan, *masks: Any) -> StepOutcome:
+        outcome = run_plan(self, plan, *masks)
         assert outcome.rows is not None
         rows = tuple(
             RowResult(request_id=row.request_id, epoch=row.epoch, token_ids=(), is_finite=False)

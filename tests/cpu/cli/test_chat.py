@@ -122,6 +122,12 @@ def test_no_server_is_one_line(stagecoach: Stagecoach, monkeypatch: pytest.Monke
     assert run.stderr.startswith("stagecoach: ServerError: http://127.0.0.1:9: /v1/models: ")
 
 
+def test_an_address_that_is_none_is_refused_by_its_flag(stagecoach: Stagecoach) -> None:
+    run = stagecoach("chat", "--url", "localhost:8000/v1")
+    assert run.status != 0
+    assert "--url=localhost:8000: must begin with http:// or https://" in run.stderr
+
+
 def test_a_talk_shows_thoughts_dimmed_before_the_answer(talk: Pipe) -> None:
     run = talk(FakeServer(answer="hello", reasoning="hm"), "hi", "/quit")
     assert run.status == 0

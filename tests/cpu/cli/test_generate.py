@@ -1,6 +1,7 @@
 """`stagecoach generate`: what it prints for one prompt, for many, and as JSON."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,19 @@ def test_dummy_weights_need_no_checkpoint_data(
     run = stagecoach("generate", "--model", tmp_path, *FAST, "--prompt", "x")
     assert run.status == 1
     assert run.stderr.startswith("stagecoach: CheckpointError: ")
+
+
+def test_a_text_obeys_what_it_is_told_to(
+    stagecoach: Stagecoach, folder: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", folder, *FAST, "--dtype", "float64", "--prompt", "hello")
+    result = stagecoach("generate", *arguments, "--structured-outputs", '{"regex": "[a-c]{3}-1"}')
+    assert result.status == 0, result.stderr
+    assert re.fullmatch(r"[a-c]{3}-1\n", result.stdout)
+    file = tmp_path / "choice.json"
+    file.write_text('{"choice": ["perhaps"]}', encoding="utf-8")
+    result = stagecoach("generate", *arguments, "--structured-outputs", f"@{file}")
+    assert result.stdout == "perhaps\n"
+    for text in ("{}", '{"regex": "("}', "no JSON", f"@{tmp_path / 'nowhere'}"):
+        result = stagecoach("generate", *arguments, "--structured-outputs", text)
+        assert result.status != 0 and "structured_outputs" in result.stderr

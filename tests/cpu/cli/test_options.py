@@ -1,6 +1,7 @@
 """From flags and a YAML file to engine options."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stagecoach.cli.options import read_config_file, with_engine_options
-from stagecoach.config import EngineConfig, SpeculativeConfig, field_docs, option
+from stagecoach.api.settings import ServerSettings
+from stagecoach.cli.options import read_config_file, with_engine_options, with_server_options
+from stagecoach.config import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 
 FIELDS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model"]
@@ -211,11 +213,11 @@ def test_help_shows_each_doc_line_and_default() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     for item in FIELDS:
         assert option(item.name) in text
-        assert _wrapped(field_docs()[item.name]) in _wrapped(text)
+        assert _wrapped(item.metadata["doc"]) in _wrapped(text)
         if item.default is not False and item.default not in (None, dataclasses.MISSING):
             assert f"[default: {item.default}]" in text
-    for key, doc in field_docs(SpeculativeConfig).items():
-        assert _wrapped(f"{key}: {doc}") in _wrapped(text)
+    for key in dataclasses.fields(SpeculativeConfig):
+        assert _wrapped(f"{key.name}: {key.metadata['doc']}") in _wrapped(text)
 
 
 def _wrapped(text: str) -> str:
@@ -238,3 +240,59 @@ def test_a_command_may_have_defaults_of_its_own(config_file: Path) -> None:
     assert [options["pipeline_parallel_size"] for options in received] == [2, 3, 4]
     help_text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     assert "Pipeline stages. [default: 2]" in help_text
+
+
+def _server_flags() -> dict[str, str]:
+    """By name of the setting; the log's level is the engine's."""
+    return {
+        item.name: item.metadata.get("option", option(item.name))
+        for item in dataclasses.fields(ServerSettings)
+        if item.name != "log_level"
+    }
+
+
+def run_server_options(*arguments: str) -> dict[str, Any]:
+    """The settings of the server that `serve` gets from these arguments."""
+    received: list[dict[str, Any]] = []
+
+    def command(*, server_options: dict[str, Any]) -> None:
+        received.append(server_options)
+
+    app = typer.Typer(add_completion=False)
+    app.command()(with_server_options(command))
+    result = CliRunner().invoke(app, list(arguments), env={"STAGECOACH_API_KEY": None})
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    [options] = received
+    return options
+
+
+def test_each_setting_of_the_server_is_a_flag() -> None:
+    texts = {str: "/a", int: "3", float: "2.5", tuple[str, ...]: "k"}
+    types = {
+        item.name: next(kind for kind in texts if item.type in (kind, kind | None))
+        for item in dataclasses.fields(ServerSettings)
+    }
+    flags = _server_flags()
+    arguments = [text for name, flag in flags.items() for text in (flag, texts[types[name]])]
+    assert run_server_options() == {}
+    options = run_server_options(*arguments, "--api-key", "other")
+    assert options.keys() == flags.keys()
+    assert options["api_keys"] == ("k", "other")
+    assert options["port"] == 3
+    assert options["send_timeout_seconds"] == 2.5
+
+
+def test_origins_may_be_a_json_list() -> None:
+    flag = "--allowed-origins"
+    options = run_server_options(flag, '["https://a", "https://b"]', flag, "https://c")
+    assert options == {"allowed_origins": ("https://a", "https://b", "https://c")}
+    with pytest.raises(ConfigError, match=re.escape('--allowed-origins=["a: no JSON list')):
+        run_server_options(flag, '["a')
+
+
+def test_the_table_of_the_servers_flags_is_whole() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
+    cells = "".join(re.findall(r"^\| (`--[^|]*)\|", page, re.MULTILINE))
+    assert sorted(re.findall(r"`(--[\w-]+)`", cells)) == sorted(_server_flags().values())

@@ -4,6 +4,7 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,9 +54,9 @@ def test_it_shows_the_fault_again(
         saves = tuple(Save(save.position - 1, save.slot) for save in segment.saves)
         return msgspec.structs.replace(segment, saves=saves)
 
-    def run_early(self: StageRunner, plan: StepPlan) -> StepOutcome:
+    def run_early(self: StageRunner, plan: StepPlan, *masks: Any) -> StepOutcome:
         segments = tuple(map(early, plan.segments))
-        return run(self, msgspec.structs.replace(plan, segments=segments))
+        return run(self, msgspec.structs.replace(plan, segments=segments), *masks)
 
     monkeypatch.setattr(StageRunner, "run", run_early)
     result = stagecoach(*command, *FAST, "--json")

@@ -1,0 +1,1 @@
+"""OpenAI's text completions (/v1/completions)."""

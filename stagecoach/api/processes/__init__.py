@@ -1,0 +1,1 @@
+"""The processes of a server, where they listen, and what a connection may do."""
