@@ -14,7 +14,7 @@ from stagecoach.cli.demo import demo
 from stagecoach.cli.evaluate import evaluate
 from stagecoach.cli.fuzz import fuzz
 from stagecoach.cli.generate import generate
-from stagecoach.cli.options import with_engine_options
+from stagecoach.cli.options import with_engine_options, with_server_options
 from stagecoach.cli.serve import serve
 from stagecoach.cli.support import support
 from stagecoach.errors import StagecoachError
@@ -28,7 +28,11 @@ app = typer.Typer(
     help="Serve Kimi-K3-class models across pipeline stages and tensor-parallel ranks.",
 )
 for _name, _command, _summary in (
-    ("serve", with_engine_options(serve), "Serve a model to clients of OpenAI's protocol."),
+    (
+        "serve",
+        with_engine_options(with_server_options(serve)),
+        "Serve a model to clients of OpenAI and Anthropic.",
+    ),
     ("generate", with_engine_options(generate), "Complete one or many prompts."),
     (
         "demo",

@@ -9,6 +9,14 @@ from hypothesis import settings
 _TESTS = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schemathesis-examples",
+        type=int,
+        help="random requests of each route and kind, instead of a few that are always the same",
+    )
+
+
 def pytest_configure() -> None:
     # Tests compare sums to the last bit and share few cores with worker processes.
     torch.set_num_threads(1)

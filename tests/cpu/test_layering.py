@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from stagecoach.config import EngineConfig, field_docs
+from stagecoach.api.settings import ServerSettings
+from stagecoach.config import EngineConfig, SpeculativeConfig
 
 _PACKAGE = Path(__file__).parents[2] / "stagecoach"
 _MAX_LINES = 500
@@ -62,11 +63,30 @@ _MAY_IMPORT: dict[str, set[str]] = {
     # The layers declare what they need of a tensor-parallel group; pipeline/ provides it.
     "pipeline": {"model.parallel_linear", *_DATA},
     "runner": {"model", "pipeline", "draft", "kernels", *_DATA},
-    "engine": {"schedule", "pipeline", "runner", "cache", "resolve"},
+    # Reads the vocabulary; knows neither requests in flight nor processes.
+    "grammar": {"text"},
+    "engine": {"schedule", "pipeline", "runner", "cache", "resolve", "grammar", "text"},
     "outputs": {"text", "schedule.commit", "schedule.speculation_stats"},
     "live_request": {"outputs", "engine.client", "schedule.commit"},
     "benchmarks": {"text"},
-    "api": {"text", "engine.client", "engine.messages", "outputs", "live_request"},
+    "api": {
+        *("text", "engine.client", "engine.messages", "outputs", "live_request"),
+        # Several API processes: who starts them, and how they reach the engine.
+        *("engine.launch", "engine.attach"),
+        # What the engine counts, as it is told.
+        *("cache.cache_stats", "schedule.speculation_stats"),
+    },
+}
+
+# What a folder of api/ may know of the others: only the table of routes knows all of them, and the
+# modules that every protocol needs know none.
+_API_MAY_IMPORT: dict[str, set[str]] = {
+    "chat_api": set(),
+    "completions_api": set(),
+    "messages_api": {"chat_api"},
+    "responses_api": {"chat_api"},
+    "operations": {"chat_api"},
+    "processes": set(),
 }
 
 # Where a program starts: they may import anything, and nothing below may import them.
@@ -86,10 +106,13 @@ _TORCH_FREE = (
     "observe",
     "engine.loop",
     "engine.messages",
+    "grammar",
+    "api.processes",
 )
 
-# engine/children.py tells the collective library its interface; the other finds ~/.cache.
-_MAY_USE_ENVIRONMENT = {"engine.children", "checkpoint_folder"}
+# engine/children.py tells the collective library its interface, the supervisor the library of
+# metrics its folder; the other finds ~/.cache.
+_MAY_USE_ENVIRONMENT = {"engine.children", "checkpoint_folder", "api.processes.supervisor"}
 
 _OPTIONS = (
     "model",
@@ -183,6 +206,23 @@ def test_imports_point_down_the_list() -> None:
             if not _covers(allowed, item.imported)
         ]
     assert not upward
+
+
+def test_protocols_know_each_other_only_as_listed() -> None:
+    def folder(name: str) -> str | None:
+        parts = name.split(".")
+        return parts[1] if parts[0] == "api" and len(parts) > 2 else None
+
+    used = {name: folder(name) for name in _MODULES if name.startswith("api.")}
+    assert set(used.values()) == {None, *_API_MAY_IMPORT}
+    sideways = [
+        f"{name}, line {item.line}: {item.imported}"
+        for name, own in used.items()
+        if name != "api.app"
+        for item in _imports(name)
+        if folder(item.imported) not in {None, own, *_API_MAY_IMPORT.get(own or "", ())}
+    ]
+    assert not sideways
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -311,7 +351,9 @@ def test_the_options_are_the_pinned_list() -> None:
     assert tuple(item.name for item in dataclasses.fields(EngineConfig)) == _OPTIONS
 
 
-@pytest.mark.parametrize("name", _OPTIONS)
-def test_an_option_has_a_doc_line(name: str) -> None:
-    assert field_docs()[name].endswith(".") or "." in field_docs()[name]
-    assert len(field_docs()[name]) > 10
+@pytest.mark.parametrize("options", [EngineConfig, SpeculativeConfig, ServerSettings])
+def test_an_option_has_a_doc_line(options: Any) -> None:
+    for item in dataclasses.fields(options):
+        # The log's level comes from the engine's options.
+        if (options, item.name) != (ServerSettings, "log_level"):
+            assert len(item.metadata["doc"]) > 10, item.name

@@ -124,7 +124,8 @@ def test_functions_classes_and_tests_exist(page: Path) -> None:
     for file, name in re.findall(r"`([\w/]+\.py):(\w[\w.]*)`", text):
         assert name in _definitions(_PACKAGE / file), f"{file}:{name}"
     for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", text):
-        assert name in _definitions(_ROOT / "tests/cpu" / file), f"{file}::{name}"
+        folder = "tests" if file.startswith("e2e/") else "tests/cpu"
+        assert name in _definitions(_ROOT / folder / file), f"{file}::{name}"
 
 
 def test_every_module_has_its_line() -> None:
@@ -145,3 +146,17 @@ def test_every_invariant_has_its_line_once() -> None:
             first, *last = map(int, re.findall(r"\d+", part))
             listed += range(first, (last[0] if last else first) + 1)
     assert sorted(listed) == list(_INVARIANTS)
+
+
+def test_every_kind_of_field_bug_has_tests() -> None:
+    text = (_ROOT / "docs/field-bugs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z]\d\d) \|.*\| (.*) \|$", text, flags=re.MULTILINE)
+    assert [kind for kind, _ in rows] == [
+        *(f"F{number:02}" for number in (*range(1, 10), 11, 13, 14, 15)),
+        *(f"G{number:02}" for number in range(1, 9)),
+        *(f"H{number:02}" for number in (*range(2, 7), *range(8, 12))),
+        "I01",
+        "I02",
+    ]
+    for kind, tests in rows:
+        assert re.search(r"`[\w/]+\.py::test_\w+`", tests), kind

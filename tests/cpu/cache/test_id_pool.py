@@ -14,6 +14,7 @@ def test_a_fresh_pool_hands_out_the_lowest_numbers_and_then_the_newest_freed() -
     assert pool.take(3) == [3, 1, 4]
     assert (pool.num_total, pool.num_free) == (5, 1)
     assert [pool.is_free(number) for number in range(1, 6)] == [False] * 4 + [True]
+    assert pool.taken == bytes((1, 1, 1, 1, 0))
 
 
 def test_more_than_there_is_is_refused_with_the_numbers() -> None:
