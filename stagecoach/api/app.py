@@ -114,6 +114,7 @@ def _routes(
             takes=ChatCompletionRequest,
             gives=ChatCompletion,
             events=(ChatCompletionChunk,),
+            is_ended_by_done=True,
         ),
         Route(
             "POST",
@@ -122,6 +123,7 @@ def _routes(
             takes=CompletionRequest,
             gives=Completion,
             events=(Completion,),
+            is_ended_by_done=True,
         ),
         Route(
             "POST",

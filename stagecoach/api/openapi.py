@@ -29,7 +29,8 @@ class Route(NamedTuple):
     answer: Callable[[Request], Awaitable[Response]]
     takes: type[BaseModel] | None = None
     gives: type[msgspec.Struct] | None = None  # None: no JSON; it is not in the document
-    events: Sequence[type[msgspec.Struct]] = ()  # of a stream, before its end
+    events: Sequence[type[msgspec.Struct]] = ()  # of a stream
+    is_ended_by_done: bool = False  # the last event of a stream is the text [DONE]
 
 
 def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
@@ -52,7 +53,7 @@ def add_routes(app: FastAPI, routes: Sequence[Route]) -> None:
             methods=[route.method],
             summary=(route.answer.__doc__ or route.path).partition("\n")[0],
             response_class=Response,
-            responses=_responses(route.gives, route.events, error),
+            responses=_responses(route.gives, route, error),
             openapi_extra=None if route.takes is None else _request_body(route.takes),
         )
     _describe(app, bodies, answers)
@@ -73,20 +74,35 @@ def _request_body(takes: type[BaseModel]) -> dict[str, Any]:
 
 
 def _responses(
-    gives: type[msgspec.Struct],
-    events: Sequence[type[msgspec.Struct]],
-    error: type[msgspec.Struct],
-) -> Any:
+    gives: type[msgspec.Struct], route: Route, error: type[msgspec.Struct]
+) -> dict[int | str, dict[str, Any]]:
     content = _json(gives)
-    if events:
-        refs = [{"$ref": _TEMPLATE.format(event.__name__)} for event in events]
-        content["text/event-stream"] = {"schema": refs[0] if len(refs) == 1 else {"oneOf": refs}}
+    if route.events:
+        content["text/event-stream"] = {"itemSchema": _event_schema(route, error)}
     return {
         "200": {"description": "What was asked for.", "content": content},
         "default": {
             "description": "An error; in a stream, an event of this form instead of its end.",
             "content": _json(error),
         },
+    }
+
+
+def _event_schema(route: Route, error: type[msgspec.Struct]) -> dict[str, Any]:
+    """One server-sent event: OpenAPI 3.2.0, section 4.14.3, "Sequential Media Types"."""
+    kinds = dict.fromkeys((*route.events, error))
+    data: dict[str, Any] = {
+        "contentMediaType": "application/json",
+        "contentSchema": {
+            "anyOf": [{"$ref": _TEMPLATE.format(kind.__name__)} for kind in kinds],
+        },
+    }
+    if route.is_ended_by_done:
+        data = {"if": {"const": "[DONE]"}, "else": data}
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"} | data},
+        "required": ["data"],
     }
 
 

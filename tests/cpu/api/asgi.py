@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 LIMIT_SECONDS = 20.0
 
@@ -125,7 +126,7 @@ async def exchange(
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
-        "path": path.partition("?")[0],
+        "path": unquote(path.partition("?")[0]),
         "raw_path": path.partition("?")[0].encode(),
         "query_string": path.partition("?")[2].encode(),
         "root_path": "",

@@ -16,6 +16,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -23,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.cpu.api.asgi import Answer, call
-from tests.cpu.api.conftest import Server
+from tests.cpu.api.conftest import MODEL, Server
 from tests.cpu.api.scripted import scripted_server
 
 NUM_EXAMPLES = 4
@@ -63,7 +64,7 @@ def send(server: Server, case: Case) -> httpx2.Response:
         call(
             server.app,
             request.method,
-            request.url.path,
+            request.url.raw_path.decode(),
             request.content,
             {key: value for key, value in request.headers.items() if key != "host"},
         )
@@ -104,3 +105,33 @@ def test_every_route_is_as_its_document_says(
 
         try_one()
     assert num_tried > 10
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"model": MODEL, "messages": MESSAGES, "max_tokens": 9}),
+    ],
+)
+def test_every_event_of_a_stream_is_as_its_document_says(
+    scripted: Server, schema: Any, path: str, body: dict[str, Any]
+) -> None:
+    case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type="application/json")
+    response = send(scripted, case)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    case.validate_response(response, checks=CHECKS)
+    spoilt = httpx2.Response(
+        200,
+        headers=response.headers,
+        content=response.content.replace(b'"model":', b'"modle":').replace(b'"type":', b'"tpye":'),
+        request=response.request,
+    )
+    spoilt.elapsed = timedelta()
+    with pytest.raises(FailureGroup):
+        case.validate_response(spoilt, checks=CHECKS)
