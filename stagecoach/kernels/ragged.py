@@ -56,6 +56,51 @@ class SegmentGroup(NamedTuple):
         return x_flat[self.flat_index_T]
 
 
+class PackedSaves(NamedTuple):
+    """What the segments of a PackedGroup file beside what they compute; all int32.
+
+    The saves of segment b are those of [first_S[b], first_S[b + 1]), by rising position.
+    """
+
+    first_S: Tensor  # [B + 1]
+    # Position of the save - start of its segment, as in `GroupSaves`: 0 or less where the last
+    # of the replayed rows are left out.
+    num_tokens_E: Tensor
+    slots_E: Tensor
+
+
+class PackedGroup(NamedTuple):
+    """Segments as an accelerator's kernels read them: end to end, at fixed addresses, int32.
+
+    Sizes are capacities and bounds, so that a captured graph can be replayed with other values
+    in the same tensors. Behind the real segments come empty ones (length 0, all slots 0), behind
+    the real tokens some that belong to no segment: nothing is read, written or counted for them,
+    and what stands in their rows of an output is undefined.
+
+    S = B + 1; P pages of all segments.
+    """
+
+    num_tokens: int  # T
+    num_segments: int  # B
+    max_length: int  # W: no segment is longer
+    max_context: int  # no context is longer
+    max_replay: int  # no replay is longer; 0 where there are no records
+    max_drafts: int  # no window has more drafts
+    offsets_S: Tensor  # first token of each segment, counted within the group
+    segment_T: Tensor  # which segment a token belongs to; -1: none
+    starts_B: Tensor  # position of the first token; the context ends at start + length
+    read_slots_B: Tensor  # slot 0 holds zeros
+    write_slots_B: Tensor  # 0: nothing is written
+    replay_B: Tensor
+    num_drafts_B: Tensor
+    first_pages_B: Tensor  # where the pages of each segment begin in `pages_P`
+    pages_P: Tensor  # page ids; page n of a segment holds positions [n * block_size, ...)
+    block_size: int
+    saves: PackedSaves | None = None  # None: no segment files a state
+    # No more positions in the contexts of all segments together; 0: only the pages bound them.
+    num_context: int = 0
+
+
 class BlockRun(NamedTuple):
     """Neighbouring blocks whose contexts are of alike lengths, so that padding wastes little."""
 
@@ -75,11 +120,49 @@ class BlockInputs(NamedTuple):
     runs: tuple[BlockRun, ...]  # in order, N blocks in all
 
 
+class PackedBlocks(NamedTuple):
+    """Where the drafter's blocks stand, as an accelerator's kernels read it: one a segment.
+
+    Sizes are capacities and bounds as in a PackedGroup. For a block that is not real nothing is
+    read, and what stands in its rows of an output is undefined. All tensors are int32.
+    """
+
+    num_blocks: int  # N
+    max_context: int  # no block starts farther
+    anchor_ids_N: Tensor  # the newest token of each request
+    starts_N: Tensor  # position of the anchor: so many rows of context lie before it
+    is_real_N: Tensor  # 1 where a block is asked for
+    first_pages_N: Tensor  # as in the PackedGroup
+    pages_P: Tensor
+    block_size: int  # positions of a page
+    # Whether a block's token is blind to the block's later ones; the drafter says so.
+    is_causal: bool = False
+
+
+class RowLayout(NamedTuple):
+    """How cached rows are read: the keys of G groups of heads, and their values.
+
+    A key is [C | P] in latent attention, one group whose values are its first C columns;
+    elsewhere it has one part, and the row is [keys of all groups | values of all groups].
+    """
+
+    num_groups: int  # G
+    key_width: int  # C
+    second_width: int  # P; 0 where a key has one part
+    value_width: int
+    has_own_values: bool  # False: values are the keys' first part
+
+    @property
+    def value_start(self) -> int | None:
+        """Column of the first group's value, where values have columns of their own."""
+        return self.num_groups * self.key_width if self.has_own_values else None
+
+
 class GroupSpan(NamedTuple):
     """A group, and where its tokens lie on the flat axis of the step."""
 
     tokens: slice
-    group: SegmentGroup
+    group: SegmentGroup | PackedGroup  # what the step was built for decides who runs it
     is_window: bool
 
 
@@ -90,10 +173,15 @@ class StepTensors(NamedTuple):
     """
 
     num_tokens: int
-    token_ids_T: Tensor  # int64
-    cache_rows_T: Tensor  # int64, MLA cache row (page * page_size + offset) of each token
-    windows: tuple[SegmentGroup, ...]
-    chunks: tuple[SegmentGroup, ...]
+    token_ids_T: Tensor  # int64; int32 on an accelerator
+    # MLA cache row (page * page_size + offset) of each token: int64; int32 on an accelerator, where
+    # it is -1 for tokens that are nobody's.
+    cache_rows_T: Tensor
+    windows: tuple[SegmentGroup, ...] | tuple[PackedGroup, ...]
+    chunks: tuple[SegmentGroup, ...] | tuple[PackedGroup, ...]
+    # On an accelerator only. Tokens from `num_real_1[0]` on are nobody's.
+    positions_T: Tensor | None = None  # int32, place of each token within its request
+    num_real_1: Tensor | None = None  # int32 [1]
 
     def spans(self) -> Iterator[GroupSpan]:
         """The groups with their places on the flat token axis."""

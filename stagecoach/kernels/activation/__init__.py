@@ -1,5 +1,5 @@
 """Gated activations of the feed-forward blocks."""
 
-from stagecoach.kernels.activation.reference import silu_and_mul, situ_and_mul
+from stagecoach.kernels.activation.door import Activation, silu_and_mul, situ_and_mul
 
-__all__ = ["silu_and_mul", "situ_and_mul"]
+__all__ = ["Activation", "silu_and_mul", "situ_and_mul"]

@@ -1,5 +1,5 @@
 """Block attention residuals."""
 
-from stagecoach.kernels.attn_res.reference import mix
+from stagecoach.kernels.attn_res.door import mix, mix_rms_norm
 
-__all__ = ["mix"]
+__all__ = ["mix", "mix_rms_norm"]

@@ -13,13 +13,14 @@ Dimensions: N blocks of a run, K tokens of a block, L the longest context, S pla
 heads, G key heads, D query and key width, V value width, R cache rows, X row width.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stagecoach.kernels.precision import accumulate_dtype
-from stagecoach.kernels.ragged import BlockInputs
+from stagecoach.kernels.ragged import BlockInputs, RowLayout
 
 
 class BlockPlaces(NamedTuple):
@@ -73,6 +74,43 @@ def block_rows(cache_RX: Tensor, own_NKX: Tensor, places: BlockPlaces) -> Tensor
     context_MX = cache_RX.index_select(0, places.context_rows_M).to(own_NKX.dtype)
     context_NLX = context_MX.view(len(own_NKX), -1, own_NKX.shape[2])
     return torch.cat((context_NLX, own_NKX), dim=1)
+
+
+def attend_blocks(
+    q_NKHD: Tensor,
+    cache_RX: Tensor,
+    own_NKX: Tensor,
+    places: Sequence[BlockPlaces],
+    layout: RowLayout,
+    scale: float,
+) -> Tensor:
+    """`block_attention` of all blocks of a pass over the cache and their own rows.
+
+    Args:
+        q_NKHD: any floating type; D is a whole key, in latent attention both its parts.
+        cache_RX: only rows that `places` names are read.
+        own_NKX: in the queries' type.
+        places: run by run, in order of the blocks.
+        layout: how a row is read as keys and values.
+        scale: of the scores.
+
+    Returns:
+        [N, K, H, V] in `q_NKHD.dtype`.
+    """
+    outputs = []
+    for run in places:
+        rows_NSX = block_rows(cache_RX, own_NKX, run)
+        if layout.value_start is not None:
+            keys, values = rows_NSX.tensor_split((layout.value_start,), dim=-1)
+            k_NSGD = keys.unflatten(-1, (layout.num_groups, -1))
+            v_NSGV = values.unflatten(-1, (layout.num_groups, -1))
+        else:
+            k_NSGD = rows_NSX.unsqueeze(2)
+            v_NSGV = k_NSGD[..., : layout.value_width]
+        outputs.append(
+            block_attention(q_NKHD[run.blocks], k_NSGD, v_NSGV, run.is_hidden_NKS, scale)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def block_attention(

@@ -1,5 +1,6 @@
-"""Kimi delta attention: gate, normalisation, recurrent and chunked forms."""
+"""Kimi delta attention: what a layer calls, and the parts of the reference."""
 
+from stagecoach.kernels.kda.door import kda_attention
 from stagecoach.kernels.kda.reference import (
     kda_chunked,
     kda_gate,
@@ -7,5 +8,16 @@ from stagecoach.kernels.kda.reference import (
     normalize_qk,
     read_states,
 )
+from stagecoach.kernels.kda.tensors import KdaInputs, KdaMemory, KdaWeights
 
-__all__ = ["kda_chunked", "kda_gate", "kda_recurrent", "normalize_qk", "read_states"]
+__all__ = [
+    "KdaInputs",
+    "KdaMemory",
+    "KdaWeights",
+    "kda_attention",
+    "kda_chunked",
+    "kda_gate",
+    "kda_recurrent",
+    "normalize_qk",
+    "read_states",
+]

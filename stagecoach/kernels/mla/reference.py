@@ -5,28 +5,57 @@ segment sees is the group's business; a row past a context's end is read (row 0,
 masked. Formula: DeepSeek-V2 (arXiv 2405.04434), §2.1, without any rotation.
 
 Dimensions: T tokens, B segments, W the longest segment, L the longest context, H heads,
-C latent, P pe, N nope, V value, R cache rows; D is C + P in a cache row, N + P in a query.
+C latent, P pe, N nope, V value, R cache rows; D is C + P in a cache row, N + P in a query;
+K inputs and O outputs of a head's matrix.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stagecoach.kernels.norm.reference import rms_norm
 from stagecoach.kernels.precision import accumulate_dtype
 from stagecoach.kernels.ragged import SegmentGroup
 
 
-def write_rows(cache_RD: Tensor, rows_TD: Tensor, cache_rows_T: Tensor) -> None:
-    """cache_RD[cache_rows_T[t]] = rows_TD[t], in place.
+def write_rows(
+    cache_RD: Tensor,
+    latent_TC: Tensor,
+    k_pe_TP: Tensor,
+    norm_weight_C: Tensor,
+    eps: float,
+    cache_rows_T: Tensor,
+) -> None:
+    """cache_RD[cache_rows_T[t]] = [RMS norm of latent_TC[t] | k_pe_TP[t]], in place.
 
     Args:
-        cache_RD: [R, D] rows of one layer.
-        rows_TD: [T, D], cast to the cache's type.
+        cache_RD: [R, C + P] rows of one layer.
+        latent_TC: any floating type.
+        k_pe_TP: the same type.
+        norm_weight_C: any floating type.
+        eps: added to the mean square of a latent.
         cache_rows_T: int64 [T], all different.
     """
+    rows_TD = torch.cat([rms_norm(latent_TC, norm_weight_C, eps), k_pe_TP], dim=-1)
     cache_RD.index_copy_(0, cache_rows_T, rows_TD.to(cache_RD.dtype))
+
+
+def head_product(x_THK: Tensor, weight_HKO: Tensor, gate_THO: Tensor | None = None) -> Tensor:
+    """x_THK[:, h] @ weight_HKO[h] of each head, times sigmoid(gate_THO).
+
+    Absorbs an up-projection of latents: of keys into queries (K = N, O = C), of values into
+    outputs (K = C, O = V).
+
+    Args:
+        x_THK: any floating type.
+        weight_HKO: the same type, any strides.
+        gate_THO: the same type; None: no gate.
+
+    Returns:
+        [T, H, O] in `x_THK.dtype`.
+    """
+    y_THO = torch.bmm(x_THK.transpose(0, 1), weight_HKO).transpose(0, 1)
+    return y_THO if gate_THO is None else y_THO * gate_THO.sigmoid()
 
 
 def mla_decode(
@@ -68,11 +97,10 @@ def mla_decode(
 def mla_prefill(
     q_THD: Tensor,
     cache_RD: Tensor,
-    kv_up: Callable[[Tensor], tuple[Tensor, Tensor]],
+    kv_up_OC: Tensor,
     group: SegmentGroup,
     scale: float,
-    *,
-    latent_width: int,
+    gate_THV: Tensor | None = None,
 ) -> Tensor:
     """Attention in head space over cached prefixes and the chunks' own rows.
 
@@ -82,19 +110,23 @@ def mla_prefill(
     Args:
         q_THD: [T, H, N + P] queries.
         cache_RD: [R, C + P].
-        kv_up: [B, L, C] latents -> ([B, L, H, N] keys, [B, L, H, V] values).
+        kv_up_OC: [H * (N + V), C], of each head first keys, then values.
         group: the segments of the T tokens with their contexts.
         scale: of the scores.
-        latent_width: C, where a cache row's latent ends and its pe begins.
+        gate_THV: outputs are multiplied by its sigmoid; None: no gate.
 
     Returns:
         [T, H, V] in `q_THD.dtype`; the softmax is in the accumulate type.
     """
+    num_heads, latent_width = q_THD.shape[1], kv_up_OC.shape[1]
+    nope_width = q_THD.shape[2] - (cache_RD.shape[1] - latent_width)
     num_segments, num_positions = group.context_rows_BL.shape
     rows_BLD = cache_RD.index_select(0, group.context_rows_BL.flatten()).to(q_THD.dtype)
     rows_BLD = rows_BLD.view(num_segments, num_positions, -1)
-    k_nope_BLHN, v_BLHV = kv_up(rows_BLD[:, :, :latent_width])
-    num_heads, value_width = v_BLHV.shape[2:]
+    kv_BLO = F.linear(rows_BLD[:, :, :latent_width], kv_up_OC)
+    kv_BLHO = kv_BLO.unflatten(-1, (num_heads, -1))
+    k_nope_BLHN, v_BLHV = kv_BLHO.tensor_split((nope_width,), dim=-1)
+    value_width = v_BLHV.shape[3]
     pe_BLHP = rows_BLD[:, :, None, latent_width:].expand(-1, -1, num_heads, -1)
     k_BHLD = torch.cat((k_nope_BLHN, pe_BLHP), dim=3).transpose(1, 2)
     q_BHWD = group.pad(q_THD).transpose(1, 2)
@@ -107,7 +139,8 @@ def mla_prefill(
         o_BHWD = F.scaled_dot_product_attention(
             q_BHWD, k_BHLD, v_BHLD, attn_mask=seen_B1WL, scale=scale
         )
-    return group.flat(o_BHWD[..., :value_width].transpose(1, 2))
+    o_THV = group.flat(o_BHWD[..., :value_width].transpose(1, 2))
+    return o_THV if gate_THV is None else o_THV * gate_THV.sigmoid()
 
 
 def _clear_drafts(rows_BLD: Tensor, group: SegmentGroup) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.precision import accumulate_dtype
 
 
@@ -74,7 +75,7 @@ def routed_experts(
     expert_ids_TK: Tensor,
     gate_up_E2IL: Tensor,
     down_ELI: Tensor,
-    activation: Callable[[Tensor, Tensor], Tensor],
+    activation: Activation | Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """y_t = Σ_k weights[t, k] · down_e(activation(gate_e x_t, up_e x_t)), e = expert_ids[t, k].
 

@@ -1,6 +1,6 @@
 """RMS norms in plain PyTorch: the specification and the CPU implementation.
 
-Dimensions: T tokens, H heads, V channels of a head.
+Dimensions: T tokens, H heads, V channels of a head; of `add_rms_norm`, H is the hidden size.
 """
 
 import torch.nn.functional as F
@@ -56,3 +56,21 @@ def gated_rms_norm(x_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float
     dtype = accumulate_dtype(x_THV.dtype)
     normed_THV = F.rms_norm(x_THV.to(dtype), weight_V.shape, weight_V.to(dtype), eps)
     return normed_THV.mul_(gate_THV.to(dtype).sigmoid()).to(gate_THV.dtype)
+
+
+def add_rms_norm(
+    partial_TH: Tensor, addend_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A sublayer's output added to the residual stream, and the norm that the next one reads.
+
+    Args:
+        partial_TH: [T, H], any floating type.
+        addend_TH: [T, H], the same type.
+        weight_H: [H], any floating type.
+        eps: added to the mean square.
+
+    Returns:
+        The sum, and `rms_norm` of the rounded sum; both [T, H] in `partial_TH.dtype`.
+    """
+    sum_TH = partial_TH + addend_TH
+    return sum_TH, rms_norm(sum_TH, weight_H, eps)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 
-from stagecoach.kernels.mla import mla_decode, mla_prefill, write_rows
+from stagecoach.kernels.mla import head_product, mla_decode, mla_prefill, write_rows
 from stagecoach.kernels.ragged import SegmentGroup
 from tests.cpu.kernels.group_builder import cut, make_group, scattered_rows
 
@@ -41,7 +41,7 @@ class Layer:
         """Segments `spans` of the sequences `live`; their rows are written."""
         for index, (start, end) in zip(live, spans, strict=True):
             places = torch.tensor(self.places[index][start:end])
-            write_rows(self.cache_RD, self.rows[index][start:end], places)
+            self.cache_RD[places] = self.rows[index][start:end]
         return make_group(
             [end - start for start, end in spans],
             [start for start, _ in spans],
@@ -56,13 +56,14 @@ class Layer:
         return both_BLHX[..., :NOPE], both_BLHX[..., NOPE:]
 
     def prefill(self, q_THD: Tensor, group: SegmentGroup) -> Tensor:
-        return mla_prefill(q_THD, self.cache_RD, self.kv_up, group, SCALE, latent_width=LATENT)
+        kv_up_OC = self.kv_b_HXC.flatten(0, 1)
+        return mla_prefill(q_THD, self.cache_RD, kv_up_OC, group, SCALE)
 
     def decode(self, q_THD: Tensor, group: SegmentGroup) -> Tensor:
         k_up_HNC, v_up_HVC = self.kv_b_HXC[:, :NOPE], self.kv_b_HXC[:, NOPE:]
-        q_latent_THC = torch.einsum("thn,hnc->thc", q_THD[..., :NOPE], k_up_HNC)
+        q_latent_THC = head_product(q_THD[..., :NOPE], k_up_HNC)
         o_THC = mla_decode(q_latent_THC, q_THD[..., NOPE:], self.cache_RD, group, SCALE)
-        return torch.einsum("thc,hvc->thv", o_THC, v_up_HVC)
+        return head_product(o_THC, v_up_HVC.mT)
 
     def whole(self, index: int) -> Tensor:
         """The sequence alone, query by query in plain sums."""
@@ -188,6 +189,36 @@ def test_half_precision(form: str) -> None:
     layer.queries = [layer.queries[0].double()]
     layer.kv_b_HXC = layer.kv_b_HXC.double()
     torch.testing.assert_close(o_THV.double(), layer.whole(0), rtol=3e-2, atol=3e-2)
+
+
+def test_rows_are_normed_and_stored_where_they_belong() -> None:
+    """float64: the latent's mean square is one; no other row is touched."""
+    torch.manual_seed(6)
+    latent_TC = torch.randn(3, LATENT, dtype=torch.float64)
+    k_pe_TP = torch.randn(3, PE, dtype=torch.float64)
+    weight_C = torch.rand(LATENT, dtype=torch.float64)
+    cache_RD = torch.full((9, LATENT + PE), 7.0, dtype=torch.float64)
+    write_rows(cache_RD, latent_TC, k_pe_TP, weight_C, 0.5, torch.tensor([8, 2, 5]))
+    normed_TC = latent_TC / (latent_TC.square().mean(1, keepdim=True) + 0.5).sqrt() * weight_C
+    torch.testing.assert_close(cache_RD[[8, 2, 5], :LATENT], normed_TC, rtol=1e-13, atol=0)
+    assert torch.equal(cache_RD[[8, 2, 5], LATENT:], k_pe_TP)
+    assert (cache_RD[[0, 1, 3, 4, 6, 7]] == 7).all()
+
+
+@forms
+def test_a_gate_multiplies_the_output(form: str) -> None:
+    layer = Layer([5], seed=7)
+    group = layer.group([0], [(0, 5)])
+    gate_THV = torch.linspace(-3, 3, 5 * NUM_HEADS * VALUE, dtype=torch.float64)
+    gate_THV = gate_THV.view(5, NUM_HEADS, VALUE)
+    plain_THV = getattr(layer, form)(layer.queries[0], group)
+    if form == "prefill":
+        kv_up_OC = layer.kv_b_HXC.flatten(0, 1)
+        o_THV = mla_prefill(layer.queries[0], layer.cache_RD, kv_up_OC, group, SCALE, gate_THV)
+    else:
+        identity_HVV = torch.eye(VALUE, dtype=torch.float64).expand(NUM_HEADS, -1, -1)
+        o_THV = head_product(plain_THV, identity_HVV, gate_THV)
+    torch.testing.assert_close(o_THV, plain_THV / (1 + (-gate_THV).exp()), rtol=1e-13, atol=0)
 
 
 def test_inputs_are_left_alone() -> None:

@@ -1,0 +1,149 @@
+// What `window.cu` asks of a Hopper GPU: barriers in shared memory, the copy engine, products of
+// matrices by warpgroups, and powers.
+//
+// ROWS says which products are needed.
+
+#pragma once
+
+typedef unsigned short bfloat16;
+typedef unsigned long long descriptor;
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// A wait for a barrier gives up after so many tries of so many nanoseconds.
+constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
+
+__device__ __forceinline__ unsigned address_of(const void *shared) {
+    return (unsigned)__cvta_generic_to_shared(shared);
+}
+
+__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(unsigned long long *barrier, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     address_of(barrier)),
+                 "r"(num_bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
+    // A copy that never comes is an error, not a wait without end.
+    asm volatile(
+        "{\n"
+        ".reg .pred passed, goes_on;\n"
+        ".reg .u32 tries;\n"
+        "mov.u32 tries, 0;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
+        "@passed bra done;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 goes_on, tries, %3;\n"
+        "@goes_on bra again;\n"
+        "trap;\n"
+        "done:\n"
+        "}" ::"r"(address_of(barrier)),
+        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
+        : "memory");
+}
+
+// One box of the cache's rows, from (column, row) on.
+__device__ __forceinline__ void copy_box(void *target, const TensorMap *map, int column, int row,
+                                         unsigned long long *barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(address_of(target)),
+        "l"(map), "r"(column), "r"(row), "r"(address_of(barrier))
+        : "memory");
+}
+
+// Shared memory written by ordinary stores is seen by the matrix units and the copy engine.
+__device__ __forceinline__ void publish_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Registers of a thread from here on, for all of a warpgroup.
+template <int COUNT>
+__device__ __forceinline__ void shrink_to_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void grow_to_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int NUM_THREADS>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory");
+}
+
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// c [64, N] += a [64, 16] b [16, N]. Unless `accumulates`, c = a b. With A_IS_COLUMNS `a` lies
+// with its 64 rows side by side.
+#define MULTIPLY_ADD(N, COUNT, REGISTERS, A, B, FLAG, TRANSPOSES, OPERANDS)                       \
+    template <int A_IS_COLUMNS>                                                                   \
+    __device__ __forceinline__ void multiply_add(float (&c)[COUNT], descriptor a, descriptor b,   \
+                                                 int accumulates) {                               \
+        asm volatile(                                                                             \
+            "{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #FLAG ", 0;\n"                             \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, %" #A      \
+            ", %" #B ", adds, 1, 1, %" #TRANSPOSES ", 0;\n}"                                      \
+            : OPERANDS                                                                            \
+            : "l"(a), "l"(b), "r"(accumulates), "n"(A_IS_COLUMNS));                               \
+    }
+
+#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_12 REGISTERS_8 ", %8, %9, %10, %11"
+#define REGISTERS_16 REGISTERS_12 ", %12, %13, %14, %15"
+#define REGISTERS_24 REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS_32 REGISTERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+
+// A macro's argument list splits at commas, so lists come as one.
+#define LIST(...) __VA_ARGS__
+
+#if ROWS == 32
+MULTIPLY_ADD(16, 8, REGISTERS_8, 8, 9, 10, 11, LIST(EIGHT(0)))
+MULTIPLY_ADD(32, 16, REGISTERS_16, 16, 17, 18, 19, LIST(EIGHT(0), EIGHT(8)))
+#elif ROWS == 48
+MULTIPLY_ADD(24, 12, REGISTERS_12, 12, 13, 14, 15, LIST(EIGHT(0), FOUR(8)))
+MULTIPLY_ADD(48, 24, REGISTERS_24, 24, 25, 26, 27, LIST(EIGHT(0), EIGHT(8), EIGHT(16)))
+#else
+MULTIPLY_ADD(32, 16, REGISTERS_16, 16, 17, 18, 19, LIST(EIGHT(0), EIGHT(8)))
+MULTIPLY_ADD(64, 32, REGISTERS_32, 32, 33, 34, 35, LIST(EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)))
+#endif
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ bfloat16 round_to_bfloat16(float x) {
+    bfloat16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}

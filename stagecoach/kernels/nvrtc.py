@@ -1,0 +1,161 @@
+"""CUDA C++ kernels, compiled for the GPU at hand when first needed, and their launches.
+
+Owns compilation, loading and the launch on PyTorch's current stream, which a CUDA graph may
+capture. A kernel takes one struct by value. Knows nothing of what kernels compute.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# What the driver calls the limit that a kernel must raise to use more than 48 KiB.
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+class CudaCompileError(RuntimeError):
+    """A source does not compile here; the text is the compiler's."""
+
+
+def is_available() -> bool:
+    """Whether the compiler's and the driver's Python bindings are installed."""
+    try:
+        _bindings()
+    except ImportError:
+        return False
+    return True
+
+
+def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int]) -> bytes:
+    """Machine code of a source; needs no GPU.
+
+    Args:
+        source: a `.cu` file; it may include the `.cuh` files beside it.
+        architecture: as of `sm_90a`.
+        definitions: macros and their values.
+
+    Raises:
+        CudaCompileError: with the compiler's log.
+    """
+    nvrtc = _bindings().nvrtc
+    text = source.read_bytes()
+    headers = sorted(source.parent.glob("*.cuh"))
+    program = _value(
+        nvrtc.nvrtcCreateProgram(
+            text,
+            source.name.encode(),
+            len(headers),
+            [header.read_bytes() for header in headers],
+            [header.name.encode() for header in headers],
+        )
+    )
+    options = [
+        f"--gpu-architecture={architecture}".encode(),
+        b"--std=c++17",
+        b"--ftz=true",
+        *(f"-D{name}={value}".encode() for name, value in definitions.items()),
+    ]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status) != 0:
+        log = b" " * _value(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaCompileError(f"{source.name}: {log.decode(errors='replace')}")
+    cubin = b" " * _value(nvrtc.nvrtcGetCUBINSize(program))
+    _value(nvrtc.nvrtcGetCUBIN(program, cubin))
+    _value(nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+class CudaKernel:
+    """A function of a loaded module; launches go to the current stream of its device."""
+
+    def __init__(self, cubin: bytes, name: str, device: torch.device) -> None:
+        self._driver = _bindings().driver
+        self._cubin = cubin  # must outlive the module
+        self._shared_bytes = _DEFAULT_SHARED_BYTES
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # there is a current context from here on
+            self._module = _value(self._driver.cuModuleLoadData(cubin))
+        self._function = _value(self._driver.cuModuleGetFunction(self._module, name.encode()))
+
+    def reserve_shared(self, num_bytes: int) -> None:
+        """Allow launches with up to `num_bytes` of dynamic shared memory."""
+        if num_bytes <= self._shared_bytes:
+            return
+        attribute = self._driver.CUfunction_attribute
+        _value(
+            self._driver.cuFuncSetAttribute(
+                self._function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                num_bytes,
+            )
+        )
+        self._shared_bytes = num_bytes
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        num_threads: int,
+        arguments: ctypes.Structure,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Enqueue one launch.
+
+        Args:
+            grid: blocks in x, y and z.
+            num_threads: of a block.
+            arguments: the kernel's one parameter; copied before this returns.
+            shared_bytes: dynamic shared memory of a block.
+        """
+        self.reserve_shared(shared_bytes)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        stream = torch.cuda.current_stream().cuda_stream
+        _value(
+            self._driver.cuLaunchKernel(
+                self._function,
+                *grid,
+                *(num_threads, 1, 1),
+                shared_bytes,
+                stream,
+                ctypes.addressof(pointers),
+                0,
+            )
+        )
+
+
+@cache
+def load_kernel(
+    source: Path, name: str, device: torch.device, definitions: tuple[tuple[str, int], ...]
+) -> CudaKernel:
+    """The function `name` of a source on a device, compiled at the first call.
+
+    Raises:
+        CudaCompileError: with the compiler's log.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    # The "a" set has instructions that no other GPU has; only Hopper's is used here.
+    suffix = "a" if major == 9 else ""
+    cubin = compile_cubin(source, f"sm_{major}{minor}{suffix}", dict(definitions))
+    return CudaKernel(cubin, name, device)
+
+
+@cache
+def _bindings() -> ModuleType:
+    """`cuda.bindings` with its parts; only loaded where a GPU runs."""
+    import cuda.bindings
+    import cuda.bindings.driver
+    import cuda.bindings.nvrtc
+
+    bindings: ModuleType = cuda.bindings
+    return bindings
+
+
+def _value(result: tuple[Any, ...]) -> Any:
+    """What a call returned, behind its status."""
+    status, *values = result
+    assert int(status) == 0, f"{status!r}"
+    return values[0] if values else None
