@@ -1,8 +1,10 @@
 """Boundary fields from one stage to the next.
 
 Each tensor rank sends its 1/tp of a field to the same tensor rank of the next stage, which
-gathers the parts within its stage. Receives are posted in the declared order; a send keeps
-its tensor alive and is waited for only when its plan must have been finished anyway.
+gathers the parts within its stage; where that is no gain (`Links.shares_fields`), all of it.
+Receives are posted in the declared order; a send keeps its tensor alive and is waited for only
+when its plan must have been finished anyway. On a GPU nothing waits on the host: receives are
+posted as early as `receive` is called, and what waits is the stream that is current there.
 """
 
 from collections import deque
@@ -94,10 +96,8 @@ class Handoff:
         posted: list[tuple[BoundaryField, Tensor, Handle | None]] = []
         for tag, field in enumerate(self._incoming):
             shape = (num_tokens, *field.row_shape)
-            num_values = shape_size(shape)
-            is_split = num_values % tensor_parallel.size == 0
-            share = num_values // tensor_parallel.size if is_split else num_values
-            part = torch.empty(share, dtype=self._dtype)
+            share = self._share(shape_size(shape))
+            part = self._links.transport.place(share, self._dtype)
             handle = None
             if share:
                 handle = self._links.transport.receive(part, self._previous_rank, tag)
@@ -118,20 +118,26 @@ class Handoff:
         Args:
             read: gives the tensor of a field by name; the caller never rewrites it.
         """
-        tensor_parallel = self._links.tensor_parallel
         for tag, field in enumerate(self._outgoing):
-            if field.final_after != layer:
-                continue
-            tensor = read(field.name)
-            assert tensor.dtype == self._dtype, f"{field.name} is {tensor.dtype}, not {self._dtype}"
-            assert tensor.shape[1:] == field.row_shape, f"{tuple(tensor.shape)} is no {field}"
-            flat = tensor.reshape(-1)
-            if flat.numel() % tensor_parallel.size == 0:
-                share = flat.numel() // tensor_parallel.size
-                flat = flat[share * tensor_parallel.rank : share * (tensor_parallel.rank + 1)]
-            if flat.numel():
-                handle = self._links.transport.send(flat, self._next_rank, tag)
-                self._sending.append(_Sending(self._step, handle, flat))
+            if field.final_after == layer:
+                self._send(tag, field, read(field.name), is_rewritten=False)
+
+    def send_all(self, read: Callable[[str], Tensor]) -> None:
+        """Send every field, in their order: what a graph left in tensors of its own.
+
+        Args:
+            read: gives the tensor of a field by name, [tokens of the step, ...]. What is enqueued
+                on the current stream after this call may rewrite it.
+        """
+        for tag, field in enumerate(self._outgoing):
+            self._send(tag, field, read(field.name), is_rewritten=True)
+
+    def bytes_in_flight(self, num_tokens: int) -> int:
+        """What the fields of other steps of so many tokens take at most, beside those of the step
+        that computes: received early, or sent and not let go of."""
+        fields = (*self._incoming, *self._outgoing)
+        num_values = num_tokens * sum(shape_size(field.row_shape) for field in fields)
+        return (self._num_stages - 1) * num_values * self._dtype.itemsize
 
     def finish(self) -> None:
         """Wait for every send; called once when the worker ends in order."""
@@ -140,6 +146,27 @@ class Handoff:
 
     def _declaration(self, fields: tuple[BoundaryField, ...]) -> str:
         return f"{'; '.join(map(str, fields))} as {self._dtype}"
+
+    def _send(self, tag: int, field: BoundaryField, tensor: Tensor, *, is_rewritten: bool) -> None:
+        assert tensor.dtype == self._dtype, f"{field.name} is {tensor.dtype}, not {self._dtype}"
+        assert tensor.shape[1:] == field.row_shape, f"{tuple(tensor.shape)} is no {field}"
+        tensor_parallel, transport = self._links.tensor_parallel, self._links.transport
+        flat = tensor.reshape(-1)
+        share = self._share(flat.numel())
+        if share < flat.numel():
+            flat = flat[share * tensor_parallel.rank : share * (tensor_parallel.rank + 1)]
+        if not share:
+            return
+        if is_rewritten and not transport.copies(share, self._dtype):
+            flat = flat.clone()
+        handle = transport.send(flat, self._next_rank, tag)
+        self._sending.append(_Sending(self._step, handle, flat))
+
+    def _share(self, num_values: int) -> int:
+        """How many values of a field this rank sends or receives itself."""
+        size = self._links.tensor_parallel.size
+        is_shared = self._links.shares_fields and num_values % size == 0
+        return num_values // size if is_shared else num_values
 
     def _end_oldest_send(self) -> None:
         # Taken off after the wait: the tensor must outlive its transfer.

@@ -33,27 +33,46 @@ class LayerCosts:
 
 
 def estimate_layer_costs(
-    model_config: ModelConfig, draft: DraftConfig | None = None, num_draft_tokens: int = 0
+    model_config: ModelConfig,
+    draft: DraftConfig | None = None,
+    num_draft_tokens: int = 0,
+    num_requests: int = 1,
 ) -> LayerCosts:
-    """Weights that a decode step of one request reads.
+    """Weights that a decode step reads.
 
-    Without drafts that is what one token is multiplied with. The tokens of a window share all
-    weights but the experts, of which each chooses its own; a block pass reads the draft once.
-    Attention over the context is left out: its length is not known here.
+    Of one request without drafts that is what one token is multiplied with. The tokens of a step
+    share all weights but the experts, of which each chooses its own; a block pass reads the draft
+    once. Attention over the context is left out: its length is not known here.
 
     Args:
         draft: what the last stage drafts with.
         num_draft_tokens: drafts of a window.
+        num_requests: of the step.
     """
     hidden_size = model_config.hidden_size
     head = model_config.vocab_size * hidden_size
     return LayerCosts(
         layers=tuple(
-            _layer_cost(model_config, layer, 1 + num_draft_tokens)
+            _layer_cost(model_config, layer, num_requests * (1 + num_draft_tokens))
             for layer in range(model_config.num_layers)
         ),
         first_stage=hidden_size,
         last_stage=hidden_size + head + (_draft_cost(draft) if draft else 0),
+    )
+
+
+def attention_balance(model_config: ModelConfig) -> float:
+    """The position from which on attention to the context costs a token more than all else.
+
+    In multiply-adds; infinite without a layer that attends to its context.
+    """
+    mla = model_config.mla
+    num_layers = sum(kind is LayerKind.MLA for kind in model_config.layer_kinds)
+    each_position = num_layers * mla.num_heads * (mla.qk_head_dim + mla.v_head_dim)
+    return (
+        sum(estimate_layer_costs(model_config).layers) / each_position
+        if each_position
+        else math.inf
     )
 
 
@@ -63,10 +82,12 @@ def partition(
     override: Sequence[int] | None = None,
     draft: DraftConfig | None = None,
     num_draft_tokens: int = 0,
+    num_requests: int = 1,
 ) -> tuple[int, ...]:
     """Layers of each stage: the override, else the most even split by cost.
 
-    A `draft` makes the last stage the heavier.
+    A `draft` makes the last stage the heavier; many requests of a step the experts, beside which
+    the output head counts for less.
 
     `compatibility.py` has seen to it that the layers can be shared out so.
     """
@@ -75,7 +96,7 @@ def partition(
         is_split = len(override) == num_stages and sum(override) == num_layers
         assert is_split and min(override) > 0, f"{override} of {num_layers} layers"
         return tuple(override)
-    costs = estimate_layer_costs(model_config, draft, num_draft_tokens)
+    costs = estimate_layer_costs(model_config, draft, num_draft_tokens, num_requests)
     return balance(costs.folded(), num_stages)
 
 

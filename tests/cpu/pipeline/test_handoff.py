@@ -42,6 +42,13 @@ class Wire:
     rank: int = 0
     posted: list[tuple[int, int]] = field(default_factory=list)  # (rank it comes from, tag)
     sends: list["Sent"] = field(default_factory=list)
+    copying: bool = False  # whether it takes messages out of their tensors at once
+
+    def place(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_values, dtype=dtype)
+
+    def copies(self, num_values: int, dtype: torch.dtype) -> bool:
+        return self.copying
 
     def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
         sent = Sent(weakref.ref(tensor), tensor.data_ptr(), tensor.numel(), to_rank, tag)
@@ -282,6 +289,51 @@ def test_sends_live_until_their_plan_must_be_finished_and_no_longer(num_stages: 
         assert all(sent.tensor() is None for sent in wire.sends if sent.is_done)
     handoff.finish()
     assert not wire.unfinished
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_all_fields_leave_at_once_and_their_tensors_may_be_rewritten(copying: bool) -> None:
+    """A graph's own tensors: sent from copies, except where the transport makes them."""
+    wire, tensors = Wire(copying=copying), values([BANK, EMPTY, HIDDEN], 4)
+    handoff = sender(wire, [BANK, EMPTY, HIDDEN])
+    handoff.send_all(tensors.__getitem__)
+    assert [(sent.tag, sent.num_values) for sent in wire.sends] == [(0, 48), (2, 24)]
+    for sent, name in zip(wire.sends, ("bank", "hidden"), strict=True):
+        assert (sent.address == tensors[name].data_ptr()) is copying
+        kept = sent.tensor()
+        assert kept is not None
+        assert torch.equal(kept, tensors[name].view(-1))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_where_shares_are_no_gain_each_rank_sends_and_receives_all(num_tokens: int) -> None:
+    topology = Topology(num_stages=2, tp_size=2)
+    tensors = values([HIDDEN], num_tokens)
+    mesh = ThreadMesh(topology)
+
+    def run(worker: WorkerId) -> Tensor | None:
+        # Ranks whose collectives raise: a gather would fail.
+        links = Links(mesh.links(worker).transport, Rank(worker.tp_rank, 2), shares_fields=False)
+        if worker.stage == 0:
+            handoff = Handoff(links, worker, topology, (), (HIDDEN,), DTYPE)
+            handoff.send_final(3, tensors.__getitem__)
+            return None
+        handoff = Handoff(links, worker, topology, (HIDDEN,), (), DTYPE)
+        return handoff.receive(num_tokens)["hidden"]
+
+    received = in_threads([lambda worker=worker: run(worker) for worker in topology.workers])
+    assert received[:2] == [None, None]
+    for tensor in received[2:]:
+        assert tensor is not None and torch.equal(tensor, tensors["hidden"])
+
+
+@pytest.mark.parametrize("num_stages", [2, 5])
+def test_bytes_of_other_steps_on_their_way(num_stages: int) -> None:
+    topology = Topology(num_stages=num_stages, tp_size=1)
+    links = Links(Wire(), SingleRank())
+    handoff = Handoff(links, topology.worker(1), topology, (HIDDEN, EMPTY), (BANK,), DTYPE)
+    # Six values a token come, twelve leave, of each plan in flight but the one that computes.
+    assert handoff.bytes_in_flight(10) == (num_stages - 1) * 10 * (6 + 12) * 8
 
 
 def test_a_field_of_another_dtype_is_our_mistake() -> None:

@@ -143,3 +143,11 @@ def test_an_override_that_does_not_fit_never_gets_here(override: tuple[int, ...]
 
 def test_an_override_that_fits_is_taken() -> None:
     assert partition(tiny_config(), 3, [1, 7, 1]) == (1, 7, 1)
+
+
+def test_a_head_counts_for_less_beside_the_experts_of_many_requests() -> None:
+    heavy_head = tiny_config(vocab_size=20_000)
+    assert partition(heavy_head, 2)[1] <= partition(heavy_head, 2, num_requests=16)[1]
+    costs = [estimate_layer_costs(heavy_head, num_requests=count) for count in (1, 16)]
+    assert costs[0].last_stage == costs[1].last_stage
+    assert sum(costs[0].layers) < sum(costs[1].layers)
