@@ -11,12 +11,19 @@ from pathlib import Path
 def machine_line(packages: Sequence[str]) -> str:
     """Processor, cores, versions of Python and of `packages`, and the commit."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    commit = _git("rev-parse", "--short", "HEAD")
-    changes = " with local changes" if _git("status", "--porcelain", "--", "stagecoach") else ""
     return (
         f"Machine: {_processor()}, {len(os.sched_getaffinity(0))} cores. "
-        f"Python {platform.python_version()}, {versions}. Commit {commit}{changes}."
+        f"Python {platform.python_version()}, {versions}. Commit {commit_name()}."
     )
+
+
+def commit_name() -> str:
+    """Of the code that is measured; the variable COMMIT names it where there is no repository."""
+    given = os.environ.get("COMMIT")
+    if given:
+        return given
+    changes = " with local changes" if _git("status", "--porcelain", "--", "stagecoach") else ""
+    return _git("rev-parse", "--short", "HEAD") + changes
 
 
 def _processor() -> str:

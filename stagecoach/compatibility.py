@@ -68,6 +68,7 @@ FEATURES = (
     "MXFP4 experts",
     "chunked prefill",
     "continuous batching",
+    "CUDA graphs on GPUs",
     "preemption",
     "abort",
     "sampling parameters",
@@ -417,6 +418,31 @@ TABLE: tuple[Rule, ...] = (
         "it is forced by a schedule, so no other rule decides",
         lambda config: config.acceptance != "shared",
     ),
+    Rule(
+        name="device-float64",
+        requires="the device is cpu",
+        reason="the kernels for GPUs compute in float32; float64 is for proofs",
+        parts=lambda asked: (
+            (option("device"), asked.engine.device),
+            (option("dtype"), asked.engine.dtype),
+        ),
+        is_refused=lambda asked: (asked.engine.device, asked.engine.dtype) == ("cuda", "float64"),
+    ),
+    Rule(
+        name="capture-sizes",
+        requires="one of cudagraph_capture_sizes is at most max_num_seqs",
+        reason="no step is as large as the others, so nothing would be captured",
+        parts=lambda asked: (
+            (
+                option("cudagraph_capture_sizes"),
+                ",".join(map(str, asked.engine.cudagraph_capture_sizes or ())),
+            ),
+            (option("max_num_seqs"), asked.engine.max_num_seqs),
+        ),
+        is_refused=lambda asked: (
+            asked.engine.max_num_seqs < min(asked.engine.cudagraph_capture_sizes or (1,))
+        ),
+    ),
     _cache_rule("cache-interval", "state_checkpoint_interval", "without it no state is kept"),
     _cache_rule("cache-slots", "max_state_checkpoints", "without it no state is kept"),
     _cache_rule("cache-host-tier", "kv_offloading_size", "the host holds what the cache evicts"),
@@ -428,8 +454,7 @@ def check(asked: Combination) -> None:
     """Refuse what cannot be served.
 
     Raises:
-        ConfigError: names the options and model keys of the first rule that hits, with their
-            values, what must hold, and why.
+        ConfigError: the message of the first rule that hits.
     """
     for rule in TABLE:
         if rule.is_refused(asked):

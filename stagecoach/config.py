@@ -17,6 +17,7 @@ from stagecoach.model_config import ModelConfig
 # Requests without a seed put their number beside it in one 63-bit key.
 MAX_ENGINE_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
 DRAFT_METHODS = ("dspark",)
 ACCEPTANCE_RULES = ("shared", "rejection")
 MAX_SPECULATIVE_TOKENS = 16
@@ -132,7 +133,14 @@ class EngineConfig:
             "float32 on CPU, where bfloat16 is slower, and the checkpoint's type elsewhere."
         },
     )
-    device: str = field(default="cpu", metadata={"doc": "Where the model runs: cpu."})
+    device: str = field(
+        default="auto",
+        metadata={
+            "doc": "Where the model runs: auto, cpu, cuda. `auto` is cuda where torch is built for "
+            "it and there is a GPU of compute capability 9 for each worker, and cpu elsewhere and "
+            "in float64."
+        },
+    )
     max_model_len: int | None = field(
         default=None,
         metadata={"doc": "Most tokens of a request, prompt and output. Default: the model's."},
@@ -146,8 +154,15 @@ class EngineConfig:
         default=None,
         metadata={
             "doc": "Memory of one worker for pages and state slots. Default: what the largest "
-            "batch of the longest requests and its checkpoints need; all workers together take "
-            "at most a quarter of the free memory."
+            "batch of the longest requests and its checkpoints need; on CPU all workers together "
+            "take at most a quarter of the free memory, on a GPU see --gpu-memory-utilization."
+        },
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata={
+            "doc": "Share of a GPU's memory for weights, graphs, activations, pages and state "
+            "slots together: above 0 to 1."
         },
     )
     num_gpu_blocks_override: int | None = field(
@@ -173,6 +188,26 @@ class EngineConfig:
     execute_model_timeout_seconds: int = field(
         default=300,
         metadata={"doc": "A step without a result for this long ends the engine: a worker hangs."},
+    )
+    enforce_eager: bool = field(
+        default=False,
+        metadata={"doc": "Launch every kernel by itself instead of replaying CUDA graphs."},
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = field(
+        default=None,
+        metadata={
+            "doc": "Numbers of requests for which decode steps are captured as CUDA graphs, as "
+            "`1,8,64`; smaller batches are padded to the next. Default: a ladder up to "
+            "--max-num-seqs."
+        },
+    )
+    async_scheduling: bool | None = field(
+        default=None,
+        metadata={
+            "doc": "Launch the next decode step before the tokens of the one before are back. "
+            "Default: on a GPU. No effect with several stages or a draft, where steps overlap or "
+            "depend on their results."
+        },
     )
     num_threads: int | None = field(
         default=None,
@@ -245,10 +280,16 @@ class EngineConfig:
         _at_least("seed", self.seed, 0)
         if self.seed > MAX_ENGINE_SEED:
             raise ConfigError(f"--seed={self.seed}: must be at most {MAX_ENGINE_SEED}")
-        for name in ("enable_prefix_caching", "debug_poison"):
+        for name in ("enable_prefix_caching", "debug_poison", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{option(name)}={getattr(self, name)!r}: must be true or false")
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ConfigError(
+                f"{option('async_scheduling')}={self.async_scheduling!r}: must be true, false or "
+                "null"
+            )
         self._check_cache()
+        self._check_device()
         if not isinstance(self.hf_overrides, dict):
             raise ConfigError(f"--hf-overrides={self.hf_overrides!r}: must be a JSON object")
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
@@ -257,7 +298,6 @@ class EngineConfig:
                 "SpeculativeConfig; SpeculativeConfig.parse makes one of a dict"
             )
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, ("cpu",))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         _one_of("distributed_executor_backend", self.distributed_executor_backend, ("mp", "uni"))
@@ -273,6 +313,23 @@ class EngineConfig:
             )
         if not (_is_number(rate, int | float) and 0 <= rate <= 1):
             raise ConfigError(f"{option('verify_cache')}={rate!r}: must be a number in 0..1")
+
+    def _check_device(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        share, sizes = self.gpu_memory_utilization, self.cudagraph_capture_sizes
+        if not (_is_number(share, int | float) and 0 < share <= 1):
+            raise ConfigError(
+                f"{option('gpu_memory_utilization')}={share!r}: must be a number above 0, up to 1"
+            )
+        if sizes is not None and not (
+            isinstance(sizes, tuple)
+            and sizes
+            and all(_is_number(size, int) and size > 0 for size in sizes)
+        ):
+            raise ConfigError(
+                f"{option('cudagraph_capture_sizes')}={sizes!r}: must be a tuple of integers of "
+                "at least 1"
+            )
 
     @property
     def num_workers(self) -> int:
@@ -303,11 +360,20 @@ class ResolvedConfig:
     max_model_len: int
     partition: tuple[int, ...]  # layers of each stage
     speculation: ResolvedSpeculation | None = None
+    device: str = "cpu"  # cpu or cuda; never auto
 
     @property
     def num_draft_tokens(self) -> int:
         """Most drafts of a window: k; 0 without speculation."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
+    def is_chaining(self) -> bool:
+        """Whether windows are chained to samples in flight (`schedule/chaining.py`)."""
+        if self.engine.pipeline_parallel_size > 1 or self.speculation is not None:
+            return False
+        is_wanted = self.engine.async_scheduling
+        return self.device == "cuda" if is_wanted is None else is_wanted
 
     @property
     def dummy_seed(self) -> int | None:

@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import operator
 import queue
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,7 +28,8 @@ from rich.progress import Progress as ProgressBar
 
 from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.engine.client import EngineClient
-from stagecoach.engine.messages import EngineStats, LoadProgress
+from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgress, Timeline
+from stagecoach.engine.step_trace import trace_events
 from stagecoach.errors import CheckpointError, RequestError
 from stagecoach.live_request import Event, LiveRequest
 from stagecoach.outputs import RequestAssembler, RequestOutput
@@ -206,6 +209,16 @@ class LLM:
         """Counts of the engine since start, and the state of its queues and pools."""
         return self._client.stats()
 
+    def timeline(self) -> Timeline:
+        """The latest plans, what each stage did with them when, and the requests alive now."""
+        return self._client.timeline()
+
+    def write_trace(self, path: str | Path) -> Timeline:
+        """Write the latest plans as trace events, which Perfetto opens; returns what it is of."""
+        timeline = self.timeline()
+        Path(path).write_text(json.dumps(trace_events(timeline.plans)), encoding="utf-8")
+        return timeline
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as after a change of what prompts mean.
 
@@ -337,18 +350,19 @@ def _with_end_tokens(config: ResolvedConfig, tokenizer: Tokenizer) -> ResolvedCo
 
 
 class _LoadBar:
-    """A bar over the bytes that all workers load."""
+    """A bar over the bytes that all workers load, then one over the graphs they capture."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._bar = _progress_bar(
-            TextColumn("Loading weights"),
+            TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
             is_shown=is_shown,
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("Loading weights", total=None)
         self._bytes: dict[str, tuple[int, int]] = {}
+        self._graphs: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -357,10 +371,15 @@ class _LoadBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, progress: LoadProgress) -> None:
-        self._bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
-        done, total = map(sum, zip(*self._bytes.values(), strict=True))
-        self._bar.update(self._task, completed=done, total=total)
+    def update(self, progress: LoadProgress | CaptureProgress) -> None:
+        if isinstance(progress, LoadProgress):
+            counts, text = self._bytes, "Loading weights"
+            counts[progress.worker] = (progress.done_bytes, progress.total_bytes)
+        else:
+            counts, text = self._graphs, "Capturing graphs"
+            counts[progress.worker] = (progress.num_captured, progress.num_graphs)
+        done, total = map(sum, zip(*counts.values(), strict=True))
+        self._bar.update(self._task, description=text, completed=done, total=total)
 
 
 def _progress_bar(*columns: ProgressColumn, is_shown: bool) -> ProgressBar:

@@ -290,7 +290,7 @@ class Request:
     read_slot: int = 0  # of the state after num_computed tokens: its own, a checkpoint, or zeros
     sampling_row: int | None = None
     num_plans_in_flight: int = 0
-    is_sample_in_flight: bool = False
+    num_samples_in_flight: int = 0  # two where the newest window is chained to the other
     num_preemptions: int = 0
     num_steps: int = 0
     num_windows: int = 0  # rows of windows that verified at least one draft
@@ -309,6 +309,10 @@ class Request:
     def num_tokens(self) -> int:
         """Committed tokens: the prompt and the accepted output (N of the design)."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_sample_in_flight(self) -> bool:
+        return self.num_samples_in_flight > 0
 
     @property
     def num_left(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from stagecoach import compatibility
+from stagecoach import compatibility, visible_gpus
 from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
 from stagecoach.compatibility import Combination
 from stagecoach.config import (
@@ -23,7 +23,15 @@ from stagecoach.config import (
 from stagecoach.draft_config import load_draft_config
 from stagecoach.errors import CapacityError, ConfigError
 from stagecoach.model_config import ModelConfig, load_model_config
+from stagecoach.observe.log import get_logger
 from stagecoach.pipeline.partition import partition
+
+_LOG = get_logger(__name__)
+
+# The first number of the compute capability that kernels are written and tuned for.
+_GPU_CAPABILITY = 9
+# Beyond that a further request makes a step read few experts more.
+_BUSY_REQUESTS = 16
 
 
 def resolve(engine: EngineConfig) -> ResolvedConfig:
@@ -31,8 +39,10 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
 
     Raises:
         ConfigError: no such folder of the model or the draft, a value of its config.json that is
-            not implemented, or a combination that `compatibility.py` refuses.
-        CapacityError: a host tier larger than the free memory of this host.
+            not implemented, a torch without CUDA where the device is cuda, or a combination
+            that `compatibility.py` refuses.
+        CapacityError: a host tier larger than the free memory of this host, or fewer GPUs than
+            workers where the device is cuda.
         CheckpointError: a folder holds no readable config.json.
     """
     folder = checkpoint_folder(engine.model)
@@ -42,12 +52,13 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
         speculation = _resolve_speculation(engine.speculative_config)
     draft = speculation.draft if speculation else None
     compatibility.check(Combination(engine, model, draft))
+    device = _device(engine)
     _check_host_tier(engine)
     return ResolvedConfig(
         engine=engine,
         model=model,
         checkpoint=folder,
-        dtype=_dtype(engine, model),
+        dtype=_dtype(engine, model, device),
         max_model_len=engine.max_model_len or model.max_position_embeddings,
         partition=partition(
             model,
@@ -55,8 +66,10 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
             engine.pp_partition,
             draft,
             speculation.num_speculative_tokens if speculation else 0,
+            _balanced_requests(engine, device),
         ),
         speculation=speculation,
+        device=device,
     )
 
 
@@ -99,10 +112,51 @@ def _check_host_tier(engine: EngineConfig) -> None:
         )
 
 
-def _dtype(engine: EngineConfig, model: ModelConfig) -> str:
+def _device(engine: EngineConfig) -> str:
+    """cpu or cuda. Threads of one process share a GPU; processes have one each."""
+    if engine.device == "cpu" or (engine.device == "auto" and engine.dtype == "float64"):
+        return "cpu"
+    num_needed = 1 if engine.distributed_executor_backend == "uni" else engine.num_workers
+    has_cuda = visible_gpus.torch_has_cuda()
+    if engine.device == "auto":
+        if has_cuda and visible_gpus.count(_GPU_CAPABILITY) >= num_needed:
+            return "cuda"
+        if num_gpus := visible_gpus.count():
+            lacking = (
+                f"{num_needed} of compute capability {_GPU_CAPABILITY} are needed"
+                if has_cuda
+                else "the torch that is installed is without CUDA"
+            )
+            _LOG.warning("on the CPU, although GPUs are visible (%d): %s", num_gpus, lacking)
+        return "cpu"
+    if not has_cuda:
+        raise ConfigError(f"{option('device')}=cuda: the torch that is installed is without CUDA")
+    num_gpus = visible_gpus.count()
+    if num_gpus >= num_needed:
+        return "cuda"
+    raise CapacityError(
+        f"{option('device')}=cuda: {num_gpus} GPUs are visible, but "
+        f"{option('pipeline_parallel_size')}={engine.pipeline_parallel_size} and "
+        f"{option('tensor_parallel_size')}={engine.tensor_parallel_size} take {num_needed}"
+    )
+
+
+def _balanced_requests(engine: EngineConfig, device: str) -> int:
+    """Requests of the decode step that stages are balanced for.
+
+    A GPU takes about as long as its weights take to be read, so the step of a busy engine counts,
+    in which a stage runs its share of the requests.
+    """
+    if device == "cpu":
+        return 1
+    return max(1, min(_BUSY_REQUESTS, engine.max_num_seqs // engine.pipeline_parallel_size))
+
+
+def _dtype(engine: EngineConfig, model: ModelConfig, device: str) -> str:
     if engine.dtype != "auto":
         return engine.dtype
-    if engine.device == "cpu":
+    if device == "cpu":
         return "float32"
-    # Nothing runs in float16: its range is too small for the residual stream.
-    return "bfloat16" if model.dtype == "float16" else model.dtype
+    # Nothing runs in float16: its range is too small for the residual stream. On a GPU float64
+    # is not served.
+    return {"float16": "bfloat16", "float64": "float32"}.get(model.dtype, model.dtype)

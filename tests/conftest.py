@@ -1,5 +1,6 @@
 """What every test stands on: markers by folder, one CPU thread, no GPU test without a GPU."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="random requests of each route and kind, instead of a few that are always the same",
     )
+
+
+# Triton reads it once, when the first test module imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:

@@ -6,7 +6,7 @@ Asks nobody; the counts are brought here.
 import time
 from typing import NamedTuple
 
-from stagecoach.engine.messages import EngineStats, LoadProgress
+from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgress
 
 
 class Condition(NamedTuple):
@@ -37,15 +37,20 @@ class StepWatch:
 
 
 class LoadShare:
-    """How much of the weights is loaded; as a text, what a loading server adds to its reason."""
+    """How far the start is; as a text, what a loading server adds to its reason."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, tuple[int, int]] = {}
+        self._graphs: dict[str, tuple[int, int]] = {}
 
-    def note(self, progress: LoadProgress) -> None:
-        self._bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
+    def note(self, progress: LoadProgress | CaptureProgress) -> None:
+        if isinstance(progress, LoadProgress):
+            self._bytes[progress.worker] = (progress.done_bytes, progress.total_bytes)
+        else:
+            self._graphs[progress.worker] = (progress.num_captured, progress.num_graphs)
 
     def __str__(self) -> str:
-        shares = list(self._bytes.values())
+        """The share of the weights that is loaded, or of the graphs that are captured."""
+        shares = list((self._graphs or self._bytes).values())
         total = sum(share[1] for share in shares)
         return f" ({100 * sum(share[0] for share in shares) // total}%)" if total else ""

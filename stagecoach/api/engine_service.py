@@ -17,7 +17,7 @@ from stagecoach.api.open_counts import OpenCounts
 from stagecoach.api.request_watch import Observers, RequestWatch
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.client import EngineClient
-from stagecoach.engine.messages import EngineStats, LoadProgress, Timeline
+from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgress, Timeline
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError
 from stagecoach.live_request import LiveRequest
 from stagecoach.observe.log import get_logger
@@ -31,7 +31,9 @@ _log = get_logger(__name__)
 _STATS_SECONDS = 5.0
 
 # Starts an engine and returns at once; `wait_until_ready` of what it returns may block.
-StartEngine = Callable[[ResolvedConfig, Callable[[LoadProgress], None]], EngineClient]
+StartEngine = Callable[
+    [ResolvedConfig, Callable[[LoadProgress | CaptureProgress], None]], EngineClient
+]
 
 
 class Prompt(NamedTuple):

@@ -5,7 +5,8 @@ tightest worker decides, since a number stands for memory on all of them. Both n
 reserved page 0 and slot 0. Reads no memory itself.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,6 +14,7 @@ from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
 from stagecoach.errors import CapacityError, ConfigError
 
+_MORE_WORKERS = "more workers (--pipeline-parallel-size, --tensor-parallel-size)"
 _CHECKPOINTS_PER_REQUEST = 2  # the end of its prompt and that of its answer
 
 
@@ -21,7 +23,15 @@ class MemoryNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes_per_page: int
     bytes_per_slot: int
-    available_bytes: int
+    available_bytes: int  # below 0 where what is there before takes more than it may
+    # On a GPU whose share was measured: the worker's part of all its bytes, and that share.
+    gpu_bytes: int = 0
+    gpu_share: float = 0.0
+
+    @property
+    def option(self) -> str:
+        """What decides how much is available."""
+        return "--gpu-memory-utilization" if self.gpu_bytes else "--kv-cache-memory-bytes"
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,13 +207,32 @@ def _explain_checkpoints(
     )
     return (
         f"too little memory for --max-state-checkpoints={num_checkpoints}: the worker of rank "
-        f"{worker} may use {tightest.available_bytes} bytes (--kv-cache-memory-bytes) and needs "
+        f"{worker} may use {max(0, tightest.available_bytes)} bytes ({tightest.option}) and needs "
         f"{needed_bytes(tightest)}: {num_live_slots} state slots of {tightest.bytes_per_slot} "
         f"bytes, {least_pages} pages of {tightest.bytes_per_page} bytes for one longest request, "
         f"and {num_checkpoints} checkpoints of {tightest.bytes_per_slot} bytes. It fits with "
-        f"--kv-cache-memory-bytes={max(map(needed_bytes, needs))} or "
-        f"--max-state-checkpoints={_most_checkpoints(needs, num_live_slots, least_pages)}"
+        + " or ".join(
+            [
+                *_more_memory(needs, needed_bytes),
+                f"--max-state-checkpoints={_most_checkpoints(needs, num_live_slots, least_pages)}",
+            ]
+        )
     )
+
+
+def _more_memory(
+    needs: Sequence[MemoryNeeds], needed_bytes: Callable[[MemoryNeeds], int]
+) -> list[str]:
+    """The option that would give every worker what it needs, with its value; none if none does."""
+    if not any(need.gpu_bytes for need in needs):
+        return [f"--kv-cache-memory-bytes={max(map(needed_bytes, needs))}"]
+    share = max(
+        need.gpu_share + (needed_bytes(need) - need.available_bytes) / need.gpu_bytes
+        for need in needs
+        if need.gpu_bytes
+    )
+    percent = math.ceil(round(100 * share, 6))
+    return [f"--gpu-memory-utilization={percent / 100:g}"] if percent <= 100 else []
 
 
 def _explain(
@@ -231,16 +260,16 @@ def _explain(
         elif left < 0:
             fitting_seqs = 0
     fitting_length = (num_pages - NUM_RESERVED_PAGES) * block_size
-    remedies = [f"--kv-cache-memory-bytes={max(map(needed_bytes, needs))}"]
+    remedies = _more_memory(needs, needed_bytes)
     if fitting_seqs >= 1:
         remedies.append(f"--max-num-seqs={fitting_seqs}")
     if fitting_length >= 1:
         remedies.append(f"--max-model-len={fitting_length}")
     return (
         f"too little memory for pages and state slots: the worker of rank {worker} may use "
-        f"{tightest.available_bytes} bytes (--kv-cache-memory-bytes) and needs "
+        f"{max(0, tightest.available_bytes)} bytes ({tightest.option}) and needs "
         f"{needed_bytes(tightest)}: {num_slots} state slots of {tightest.bytes_per_slot} bytes "
         f"for --max-num-seqs={max_num_seqs}, and {least_pages} pages of "
         f"{tightest.bytes_per_page} bytes for one request of --max-model-len={max_model_len}. "
-        f"It fits with {' or '.join(remedies)}"
+        f"It fits with {' or '.join(remedies or [_MORE_WORKERS])}"
     )

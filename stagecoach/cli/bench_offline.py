@@ -16,6 +16,7 @@ import typer
 from stagecoach.benchmarks import data_sets, report
 from stagecoach.benchmarks.offline import measure_latency, summarize_throughput
 from stagecoach.benchmarks.vocabulary import TokenizerVocabulary, alphabet
+from stagecoach.engine.step_trace import decode_use, prefill_use
 from stagecoach.errors import ConfigError
 from stagecoach.llm import LLM
 from stagecoach.outputs import RequestOutput
@@ -23,6 +24,10 @@ from stagecoach.request import SamplingParams
 
 _OutputJson = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file.")
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the last steps as a trace that Perfetto opens."),
 ]
 _Model = Annotated[str, typer.Option(help="Checkpoint folder, or `demo` or `tiny`.")]
 _Completions = Annotated[int, typer.Option("-n", "--n", help="Completions of each prompt.")]
@@ -38,6 +43,7 @@ def latency(
     num_iters_warmup: Annotated[int, typer.Option(help="Batches before those that count.")] = 10,
     num_iters: Annotated[int, typer.Option(help="Batches that count.")] = 30,
     output_json: _OutputJson = None,
+    trace: _Trace = None,
     engine_options: dict[str, Any],
 ) -> None:
     """Time one batch of requests from beginning to end, again and again.
@@ -62,10 +68,12 @@ def latency(
             _check(llm.generate(prompts, params, use_tqdm=False))
 
         result = measure_latency(run_batch, num_warmups=num_iters_warmup, num_iterations=num_iters)
+        used = _write_trace(llm, trace)
     sys.stdout.write(f"Avg latency: {result['avg_latency']:.6f} seconds\n")
     sys.stdout.write(f"Std latency: {result['std_latency']:.6f} seconds\n")
     for percentage, seconds in result["percentiles"].items():
         sys.stdout.write(f"{percentage}% percentile latency: {seconds:.6f} seconds\n")
+    sys.stdout.write(used)
     if output_json is not None:
         report.save(output_json, result)
 
@@ -108,6 +116,7 @@ def throughput(
     ] = 10,
     n: _Completions = 1,
     output_json: _OutputJson = None,
+    trace: _Trace = None,
     engine_options: dict[str, Any],
 ) -> None:
     """Complete many prompts at once and report requests and tokens a second."""
@@ -153,6 +162,7 @@ def throughput(
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed_seconds = time.perf_counter() - start
+        used = _write_trace(llm, trace)
     _check(outputs)
     result = summarize_throughput(
         elapsed_seconds,
@@ -167,10 +177,26 @@ def throughput(
         f"{result['tokens_per_second']:.2f} total tokens/s, "
         f"{result['output_tokens_per_second']:.2f} output tokens/s\n"
         f"Total num prompt tokens: {result['num_prompt_tokens']}\n"
-        f"Total num output tokens: {result['num_output_tokens']}\n"
+        f"Total num output tokens: {result['num_output_tokens']}\n{used}"
     )
     if output_json is not None:
         report.save(output_json, result)
+
+
+def _write_trace(llm: LLM, path: Path | None) -> str:
+    """Write the trace, if one is asked for, and say how busy its stages were."""
+    if path is None:
+        return ""
+    plans = llm.write_trace(path).plans
+    lines = []
+    for name, use in (("prefill", prefill_use(plans)), ("decode", decode_use(plans))):
+        if use is not None:
+            shares = " ".join(f"{share:.3f}" for share in use.busy_shares)
+            lines.append(
+                f"Busy share of each stage, {name}, {use.num_plans} plans: {shares} "
+                f"(bound {use.bound:.3f})\n"
+            )
+    return "".join(lines)
 
 
 def _alphabet(llm: LLM) -> Sequence[int]:

@@ -25,6 +25,7 @@ from stagecoach.observe import log
 _FIELDS = {item.name: item for item in dataclasses.fields(EngineConfig) if item.name != "model"}
 _METAVARS = {
     "pp_partition": "INT,INT,...",
+    "cudagraph_capture_sizes": "INT,INT,...",
     "hf_overrides": "JSON",
     "speculative_config": "JSON",
     "dtype": "NAME",
@@ -214,11 +215,11 @@ def _help(item: "dataclasses.Field[Any]") -> str:
 
 def _parse(name: str, value: Any) -> Any:
     """Values that a command line or YAML cannot type by itself."""
-    if name == "pp_partition" and isinstance(value, str | int):
+    if name in ("pp_partition", "cudagraph_capture_sizes") and isinstance(value, str | int):
         try:
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
-            raise ConfigError(f"--pp-partition={value}: must be numbers, as in 5,4") from None
+            raise ConfigError(f"{option(name)}={value}: must be numbers, as in 5,4") from None
     if name in ("hf_overrides", "speculative_config") and isinstance(value, str):
         value = _parse_object(name, value)
     return SpeculativeConfig.parse(value) if name == "speculative_config" else value

@@ -3,31 +3,25 @@
 Owns the query and output projections and how a row is read as key and value; rows come from
 `draft/rows.py`. Heads are split over the ranks.
 
-Dimensions: N blocks, K tokens of a block, S places that a block sees, H heads of this rank,
-I hidden size, X row width; in latent attention N also the "nope" part of a head's query,
-P its rotated part, C latent, V value width; in the grouped form D head width.
+Dimensions: N blocks, K tokens of a block, T all of them, H heads of this rank, I hidden size, R
+cache rows, X row width; in latent attention N also the "nope" part of a head's query, P its
+rotated part, C latent, V value width; in the grouped form D head width.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stagecoach.draft.rope import Rope, Rotation
 from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
-from stagecoach.kernels.block_attention import block_attention
+from stagecoach.kernels.block_attention import BlockPlaces, attend_blocks
+from stagecoach.kernels.mla import head_product
+from stagecoach.kernels.ragged import PackedBlocks, RowLayout
 from stagecoach.model.norm import RmsNorm
 from stagecoach.model.parallel_linear import ColumnLinear, RowLinear, TensorParallel
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightScope
-
-
-class SeenRows(NamedTuple):
-    """What the blocks of one run see in one layer."""
-
-    rows_NSX: Tensor
-    is_hidden_NKS: Tensor
 
 
 class DraftMla:
@@ -45,7 +39,9 @@ class DraftMla:
         self._tp = tp
         self._rope = rope
         self._num_heads = local_size("num_attention_heads", mla.num_heads, tp.size)
-        self._latent_size = latent_size
+        self._layout = RowLayout(
+            1, latent_size, mla.qk_rope_head_dim, latent_size, has_own_values=False
+        )
         self._nope_dim = mla.qk_nope_head_dim
         self._scale = mla.softmax_scale(config.rope)
         query_width = self._num_heads * mla.qk_head_dim
@@ -71,9 +67,14 @@ class DraftMla:
         self._output = RowLinear(weights, "o_proj", (hidden_size, self._num_heads * mla.v_head_dim))
 
     def __call__(
-        self, x_NKI: Tensor, seen: Sequence[SeenRows], rotation: Rotation | None
+        self,
+        x_NKI: Tensor,
+        cache_RX: Tensor,
+        own_NKX: Tensor,
+        places: Sequence[BlockPlaces] | PackedBlocks,
+        rotation: Rotation | None,
     ) -> Tensor:
-        """[N, K, I] -> [N, K, I], complete on every rank; `seen` in order of the blocks."""
+        """[N, K, I] -> [N, K, I], complete on every rank; over cached rows and the blocks' own."""
         low = x_NKI
         if self._query_down is not None and self._query_norm is not None:
             low = self._query_norm(self._query_down(x_NKI))
@@ -81,17 +82,12 @@ class DraftMla:
         q_nope, q_pe_NKHP = q_NKHX.tensor_split((self._nope_dim,), dim=-1)
         if self._rope is not None and rotation is not None:
             q_pe_NKHP = self._rope(q_pe_NKHP, rotation)
-        q_latent_HTC = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), self._key_up_HNC)
-        q_latent_NKHC = q_latent_HTC.transpose(0, 1).unflatten(0, x_NKI.shape[:2])
+        q_latent_THC = head_product(q_nope.flatten(0, 1), self._key_up_HNC)
+        q_latent_NKHC = q_latent_THC.unflatten(0, x_NKI.shape[:2])
         q_NKHX = torch.cat((q_latent_NKHC, q_pe_NKHP), dim=-1)
-        o_latent_NKHC = _attend(q_NKHX, seen, self._keys_and_values, self._scale)
-        o_latent_HTC = o_latent_NKHC.flatten(0, 1).transpose(0, 1)
-        o_THV = torch.bmm(o_latent_HTC, self._value_up_HCV).transpose(0, 1)
+        o_latent_NKHC = attend_blocks(q_NKHX, cache_RX, own_NKX, places, self._layout, self._scale)
+        o_THV = head_product(o_latent_NKHC.flatten(0, 1), self._value_up_HCV)
         return self._tp.all_reduce(self._output(o_THV.reshape(*x_NKI.shape[:2], -1)))
-
-    def _keys_and_values(self, rows_NSX: Tensor) -> tuple[Tensor, Tensor]:
-        keys_NS1X = rows_NSX.unsqueeze(2)
-        return keys_NS1X, keys_NS1X[..., : self._latent_size]
 
 
 class DraftGqa:
@@ -108,41 +104,28 @@ class DraftGqa:
         self._tp = tp
         self._rope = rope
         self._num_heads = local_size("num_attention_heads", gqa.num_heads, tp.size)
-        self._num_kv_heads = local_size("num_key_value_heads", gqa.num_kv_heads, tp.size)
+        num_kv_heads = local_size("num_key_value_heads", gqa.num_kv_heads, tp.size)
         self._scale = gqa.head_dim**-0.5
+        self._layout = RowLayout(num_kv_heads, gqa.head_dim, 0, gqa.head_dim, has_own_values=True)
         width = self._num_heads * gqa.head_dim
         self._query = ColumnLinear(weights, "q_proj", (width, config.hidden_size), is_split=True)
         self._query_norm = RmsNorm(weights, "q_norm", gqa.head_dim, config.rms_norm_eps)
         self._output = RowLinear(weights, "o_proj", (config.hidden_size, width))
 
     def __call__(
-        self, x_NKI: Tensor, seen: Sequence[SeenRows], rotation: Rotation | None
+        self,
+        x_NKI: Tensor,
+        cache_RX: Tensor,
+        own_NKX: Tensor,
+        places: Sequence[BlockPlaces] | PackedBlocks,
+        rotation: Rotation | None,
     ) -> Tensor:
-        """[N, K, I] -> [N, K, I], complete on every rank; `seen` in order of the blocks."""
+        """[N, K, I] -> [N, K, I], complete on every rank; over cached rows and the blocks' own."""
         q_NKHD = self._query_norm(self._query(x_NKI).unflatten(-1, (self._num_heads, -1)))
         if self._rope is not None and rotation is not None:
             q_NKHD = self._rope(q_NKHD, rotation)
-        o_NKHD = _attend(q_NKHD, seen, self._keys_and_values, self._scale)
+        o_NKHD = attend_blocks(q_NKHD, cache_RX, own_NKX, places, self._layout, self._scale)
         return self._tp.all_reduce(self._output(o_NKHD.flatten(2)))
-
-    def _keys_and_values(self, rows_NSX: Tensor) -> tuple[Tensor, Tensor]:
-        k_NSGD, v_NSGD = rows_NSX.unflatten(-1, (2, self._num_kv_heads, -1)).unbind(2)
-        return k_NSGD, v_NSGD
 
 
 DraftAttention = DraftMla | DraftGqa
-
-
-def _attend(
-    q_NKHD: Tensor,
-    seen: Sequence[SeenRows],
-    keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
-    scale: float,
-) -> Tensor:
-    """`block_attention` of all blocks, run by run: [N, K, H, V]."""
-    runs = q_NKHD.split([len(run.rows_NSX) for run in seen])
-    parts = [
-        block_attention(q_run, *keys_and_values(run.rows_NSX), run.is_hidden_NKS, scale)
-        for q_run, run in zip(runs, seen, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

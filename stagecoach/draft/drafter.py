@@ -12,7 +12,7 @@ Dimensions: T tokens, B taps, H hidden size, Y draft layers, R cache rows, D row
 rank, N blocks, K tokens of a block, J tokens chosen so far, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,23 +20,28 @@ from torch import Tensor
 
 from stagecoach.draft.context_rows import ContextRows
 from stagecoach.draft.model import DraftModel
-from stagecoach.kernels.block_attention import block_places
-from stagecoach.kernels.ragged import BlockInputs, StepTensors
+from stagecoach.kernels.block_attention import BlockPlaces, block_places
+from stagecoach.kernels.cache_rows import store_rows
+from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, SegmentGroup, StepTensors
 
-# (place in the block, logits [N, V], tokens chosen before [N, J]) -> int64 [N]
+# (place in the block, logits [N, V], tokens chosen before [N, J]) -> token ids [N]
 Choose = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Proposal(NamedTuple):
     """Drafts of one block a request."""
 
-    token_ids_NK: Tensor  # int64
+    token_ids_NK: Tensor  # int64; int32 where the blocks are packed
     # Estimates that a draft is accepted if all before it are, uncalibrated; None: no such head.
     confidences_NK: Tensor | None
 
 
 class Drafter(Protocol):
     """What the last stage asks of a drafter, on every rank; see DSparkDrafter for each call."""
+
+    @property
+    def has_confidences(self) -> bool:
+        """Whether proposals come with confidences."""
 
     def write_context(
         self, taps_TBH: Tensor, step: StepTensors, draft_rows_YRD: Tensor
@@ -45,7 +50,7 @@ class Drafter(Protocol):
     def finish_context(self) -> None: ...
 
     def propose(
-        self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
+        self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None: ...
 
 
@@ -75,6 +80,10 @@ class DSparkDrafter:
     def num_parameter_bytes(self) -> int:
         return self._model.num_parameter_bytes
 
+    @property
+    def has_confidences(self) -> bool:
+        return self._model.config.has_confidence_head
+
     def write_context(self, taps_TBH: Tensor, step: StepTensors, draft_rows_YRD: Tensor) -> None:
         """Have the context rows of all tokens of a step stored, in place, before any is read.
 
@@ -88,14 +97,19 @@ class DSparkDrafter:
         """
         if not step.num_tokens:
             return
-        self.context.add(taps_TBH, _positions(step), step.cache_rows_T, draft_rows_YRD)
+        if step.positions_T is None:
+            self.context.add(taps_TBH, _positions(step), step.cache_rows_T, draft_rows_YRD)
+        else:
+            # Nothing waits on an accelerator: a captured step is the same whatever comes next.
+            rows_TYD = self._model.context_rows(taps_TBH, step.positions_T)
+            store_rows(rows_TYD, draft_rows_YRD, step.cache_rows_T)
 
     def finish_context(self) -> None:
         """Store all context rows that are due; the cache is about to be read or moved."""
         self.context.write()
 
     def propose(
-        self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
+        self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:
         """One block pass, and K tokens from it; the same call on every rank.
 
@@ -114,13 +128,17 @@ class DSparkDrafter:
             return None
         return self._choose_tokens(hidden_NKH, logits_NKV, block.anchor_ids_N, choose)
 
-    def _block_pass(self, block: BlockInputs, draft_rows_YRD: Tensor) -> Tensor:
+    def _block_pass(self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor) -> Tensor:
         config = self._model.config
         offsets_K = torch.arange(self._num_tokens, device=block.starts_N.device)
         token_ids_NK = torch.where(
             offsets_K == 0, block.anchor_ids_N.unsqueeze(1), config.mask_token_id
         )
-        places = block_places(block, self._num_tokens, is_causal=config.is_causal)
+        places: Sequence[BlockPlaces] | PackedBlocks = (
+            block._replace(is_causal=config.is_causal)
+            if isinstance(block, PackedBlocks)
+            else block_places(block, self._num_tokens, is_causal=config.is_causal)
+        )
         return self._model.block(
             self._embedding(token_ids_NK.flatten()).unflatten(0, token_ids_NK.shape),
             block.starts_N.unsqueeze(1) + offsets_K,
@@ -135,11 +153,14 @@ class DSparkDrafter:
         assert markov is not None, "only rank 0 chooses"
         # The anchor, then the drafts: before[:, j] is the token before draft j.
         tokens_NK1 = torch.empty(
-            len(anchor_ids_N), self._num_tokens + 1, dtype=torch.int64, device=anchor_ids_N.device
+            len(anchor_ids_N),
+            self._num_tokens + 1,
+            dtype=anchor_ids_N.dtype,
+            device=anchor_ids_N.device,
         )
         tokens_NK1[:, 0] = anchor_ids_N
         for place in range(self._num_tokens):
-            logits_NV = logits_NKV[:, place] + markov.bias(tokens_NK1[:, place])
+            logits_NV = markov.add_bias(logits_NKV[:, place], tokens_NK1[:, place])
             tokens_NK1[:, place + 1] = choose(place, logits_NV, tokens_NK1[:, 1 : place + 1])
         confidences_NK = None
         if self._model.confidence_head is not None:
@@ -152,6 +173,7 @@ def _positions(step: StepTensors) -> Tensor:
     """int64 [T]: place of each token within its request."""
     parts = []
     for _, group, _ in step.spans():
+        assert isinstance(group, SegmentGroup), "a packed step has its positions"
         offsets_W = torch.arange(group.max_length, device=group.starts_B.device)
         parts.append(group.flat(group.starts_B.unsqueeze(1) + offsets_W))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagecoach.draft_config import DraftConfig
+from stagecoach.kernels.markov_bias import add_markov_bias
+from stagecoach.kernels.precision import accumulate_dtype
 from stagecoach.model.weight_slots import WeightKind, WeightScope
 
 
@@ -19,18 +21,22 @@ class MarkovHead:
 
     def __init__(self, config: DraftConfig, weights: WeightScope) -> None:
         kind = WeightKind.DRAFT_HEAD
-        self._first_VM = weights.parameter(config.vocab_size, config.markov_rank)
-        self._second_VM = weights.matrix(config.vocab_size, config.markov_rank, kind=kind)
+        shape = (config.vocab_size, config.markov_rank)
+        self._first_VM = weights.parameter(*shape)
+        # An accelerator's product has float32 sums whatever its factors are; half the bytes.
+        is_wide = torch.device(weights.device).type != "cuda"
+        self._second_VM = weights.matrix(*shape, kind=kind) if is_wide else weights.matrix(*shape)
+        self._wide_dtype = accumulate_dtype(weights.dtype)
         weights.bind("markov_w1.weight", self._first_VM)
         weights.bind("markov_w2.weight", self._second_VM, kind)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., M], at least float32."""
-        return functional.embedding(token_ids, self._first_VM).to(self._second_VM.dtype)
+        """Ids [...] -> [..., M], at least float32."""
+        return functional.embedding(token_ids, self._first_VM).to(self._wide_dtype)
 
-    def bias(self, token_ids_N: Tensor) -> Tensor:
-        """[N] tokens -> [N, V] to add to the logits of what follows them."""
-        return functional.linear(self.embed(token_ids_N), self._second_VM)
+    def add_bias(self, logits_NV: Tensor, token_ids_N: Tensor) -> Tensor:
+        """Logits of what follows the tokens, the bias added: [N, V], at least float32."""
+        return add_markov_bias(logits_NV, token_ids_N, self._first_VM, self._second_VM)
 
 
 class ConfidenceHead:

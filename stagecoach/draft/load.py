@@ -46,7 +46,7 @@ def load_drafter(
     """Build and fill the drafter of one rank.
 
     Args:
-        config: has speculation.
+        config: has speculation; names the device.
         model: of the last stage on this rank, with taps; its embedding and head are shared.
         dtype: of the parameters; tensors that need it stay at least float32.
         progress: called after every tensor.
@@ -57,7 +57,7 @@ def load_drafter(
     """
     speculation = config.speculation
     assert speculation is not None, "no draft to load"
-    draft = DraftModel(speculation.draft, tp, dtype)
+    draft = DraftModel(speculation.draft, tp, dtype, config.device)
     if config.dummy_seed is not None:
         fill_dummy(draft.slots, config.dummy_seed, progress)
     else:

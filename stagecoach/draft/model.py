@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stagecoach.draft.attention import DraftAttention, DraftGqa, DraftMla, SeenRows
+from stagecoach.draft.attention import DraftAttention, DraftGqa, DraftMla
 from stagecoach.draft.heads import ConfidenceHead, MarkovHead
 from stagecoach.draft.rope import Rope
 from stagecoach.draft.rows import DraftRows, GqaRows, MlaRows
 from stagecoach.draft_config import DraftConfig, DraftMlaConfig
 from stagecoach.kernels.activation import silu_and_mul
-from stagecoach.kernels.block_attention import BlockPlaces, block_rows
+from stagecoach.kernels.block_attention import BlockPlaces
 from stagecoach.kernels.norm import grouped_rms_norm
 from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.ragged import PackedBlocks
 from stagecoach.model.norm import RmsNorm
 from stagecoach.model.parallel_linear import (
     ColumnLinear,
@@ -101,7 +102,7 @@ class DraftModel:
         hidden_NKH: Tensor,
         positions_NK: Tensor,
         draft_rows_YRD: Tensor,
-        places: Sequence[BlockPlaces],
+        places: Sequence[BlockPlaces] | PackedBlocks,
     ) -> Tensor:
         """Run blocks through all layers and the final norm.
 
@@ -118,11 +119,9 @@ class DraftModel:
         for number, layer in enumerate(self._layers):
             x_NKH = layer.attention_norm(hidden_NKH)
             own_NKD = self._rows(x_NKH, rotation, slice(number, number + 1)).squeeze(2)
-            seen = [
-                SeenRows(block_rows(draft_rows_YRD[number], own_NKD, run), run.is_hidden_NKS)
-                for run in places
-            ]
-            hidden_NKH = hidden_NKH + layer.attention(x_NKH, seen, rotation)
+            cache_RD = draft_rows_YRD[number]
+            attended = layer.attention(x_NKH, cache_RD, own_NKD, places, rotation)
+            hidden_NKH = hidden_NKH + attended
             hidden_NKH = hidden_NKH + layer.mlp(layer.mlp_norm(hidden_NKH))
         return self._final_norm(hidden_NKH)
 

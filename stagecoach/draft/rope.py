@@ -1,9 +1,9 @@
 """Rotary positions of a draft (RoFormer, arXiv 2104.09864), with YaRN (arXiv 2309.00071).
 
-Owns the frequencies and the rotation of pairs. Which values form a pair differs: neighbours in
-latent attention (DeepSeek-V2, arXiv 2405.04434), a value of each half in Qwen3. A rotated
-vector always comes out as first parts, then second parts: queries and keys alike, so that
-their products are the same.
+Owns the frequencies; the rotation of pairs is in `kernels/rope`. Which values form a pair
+differs: neighbours in latent attention (DeepSeek-V2, arXiv 2405.04434), a value of each half in
+Qwen3. A rotated vector always comes out as first parts, then second parts: queries and keys
+alike, so that their products are the same.
 
 Dimensions: P values of a vector, in P / 2 pairs.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.draft_config import RopeConfig
+from stagecoach.kernels.rope import rotate_pairs
 
 
 class Rotation(NamedTuple):
@@ -47,7 +48,7 @@ class Rope:
         self._has_neighbour_pairs = has_neighbour_pairs
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Of int64 positions of any shape."""
+        """Of integer positions of any shape."""
         angles = positions.unsqueeze(-1).to(self._frequencies.dtype) * self._frequencies
         return Rotation(angles.cos().mul_(self._magnitude), angles.sin().mul_(self._magnitude))
 
@@ -61,14 +62,9 @@ class Rope:
         Returns:
             [..., heads, P] in `x.dtype`: the first part of every pair, then the second.
         """
-        cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
-        x_wide = x.to(cos.dtype)
-        if self._has_neighbour_pairs:
-            first, second = x_wide[..., 0::2], x_wide[..., 1::2]
-        else:
-            first, second = x_wide.chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+        return rotate_pairs(
+            x, rotation.cos, rotation.sin, has_neighbour_pairs=self._has_neighbour_pairs
+        )
 
 
 def inverse_frequencies(config: RopeConfig, num_values: int) -> Tensor:

@@ -9,10 +9,10 @@ width on this rank, C latent, P rotated values, G key heads of this rank, D head
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from stagecoach.draft.rope import Rope, Rotation
 from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.kernels.linear import linear
 from stagecoach.kernels.norm import grouped_rms_norm
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightKind, WeightScope
@@ -38,7 +38,7 @@ class MlaRows:
     def __call__(self, x: Tensor, rotation: Rotation | None, layers: slice) -> Tensor:
         """[..., H] at the positions of `rotation` -> [..., y, X] of the chosen layers."""
         weight_EH = self._weight_EH[layers.start * self._width : layers.stop * self._width]
-        rows = functional.linear(x, weight_EH).unflatten(-1, (-1, self._width))
+        rows = linear(x, weight_EH).unflatten(-1, (-1, self._width))
         latent, pe = rows.tensor_split((self._latent_width,), dim=-1)
         if self._rope is not None and rotation is not None:
             pe = self._rope(pe, rotation)
@@ -68,7 +68,7 @@ class GqaRows:
     def __call__(self, x: Tensor, rotation: Rotation | None, layers: slice) -> Tensor:
         """[..., H] at the positions of `rotation` -> [..., y, X] of the chosen layers."""
         weight_EH = self._weight_EH[layers.start * self._width : layers.stop * self._width]
-        both = functional.linear(x, weight_EH)
+        both = linear(x, weight_EH)
         both = both.unflatten(-1, (-1, 2, self._num_heads, self._head_dim))  # [..., y, 2, G, D]
         keys, values = both.unbind(-3)
         keys = grouped_rms_norm(keys, self._norm_YD[layers].unsqueeze(1), self._eps)

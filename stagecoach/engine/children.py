@@ -10,14 +10,18 @@ import shutil
 import threading
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import WorkerFailed
 from stagecoach.engine.ports import QueueHub, WorkerPort, ZmqLoopPort, ZmqWorkerPort
-from stagecoach.errors import StagecoachError
+from stagecoach.errors import StagecoachError, WorkerDiedError
 from stagecoach.observe import log
 from stagecoach.pipeline.topology import Topology, WorkerId
+
+if TYPE_CHECKING:
+    import torch
 
 _logger = log.get_logger(__name__)
 
@@ -46,20 +50,27 @@ def run_worker(
 
     _die_with_owner(lifeline)
     log.configure(worker.name, level=config.engine.log_level)
-    # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _set_environment(config)
     _use_threads(config)
     port = ZmqWorkerPort(folder, worker.rank)
+    status = 0
     try:
         _flush_subnormals()
-        links = process_links.connect(worker, Topology.of(config.engine), folder / "rendezvous")
+        device = _use_device(config, worker)
+        topology = Topology.of(config.engine)
+        links = process_links.connect(worker, topology, folder / "rendezvous", device)
         Worker(config, worker, links, port).run()
         process_links.disconnect()
     except Exception as error:  # noqa: BLE001 - the process ends here and says why
         _report(port, worker, error)
-        raise SystemExit(1) from None
+        status = 1
     finally:
         port.close()
+    if config.device == "cuda":
+        # Freeing what is on a GPU waits for it, and it may wait for a neighbour that is gone.
+        os._exit(status)
+    if status:
+        raise SystemExit(status)
 
 
 def start_worker_threads(
@@ -71,14 +82,26 @@ def start_worker_threads(
 
     _use_threads(config)
     mesh = ThreadMesh(topology)
+    meeting = threading.Barrier(topology.num_workers)
+
+    def meet() -> None:
+        # On a GPU they share, each one's measuring would take another's weights for its own steps.
+        if config.device == "cuda":
+            try:
+                meeting.wait()
+            except threading.BrokenBarrierError:
+                raise WorkerDiedError("another worker thread ended") from None
 
     def run(worker: WorkerId) -> None:
         port = hub.worker_port(worker.rank)
         try:
             _flush_subnormals()
-            Worker(config, worker, mesh.links(worker), port).run()
+            device = _use_device(config, worker)
+            links = mesh.links(worker, device)
+            Worker(config, worker, links, port, after_load=meet).run()
         except Exception as error:  # noqa: BLE001 - the thread ends here and says why
             _report(port, worker, error)
+            meeting.abort()
             mesh.close()
 
     threads = [
@@ -95,6 +118,35 @@ def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
         _logger.error("%s failed", worker.name, exc_info=error)
     reason = str(error) or repr(error)
     port.send(WorkerFailed(worker=worker.name, kind=type(error).__name__, reason=reason))
+
+
+def _set_environment(config: ResolvedConfig) -> None:
+    """What libraries of this process read once, when they start."""
+    # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if config.device == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # No multicast over NVLink: the fabric may be shared with other guests of the host.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        # A warning about ways that share a communicator; each has its own.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        # It warns that sends wait for each other; each way has a communicator of its own.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+
+
+def _use_device(config: ResolvedConfig, worker: WorkerId) -> "torch.device":
+    """The worker's device, from now on the current one of this thread.
+
+    Workers take GPUs in the order of their ranks; threads share them where there are fewer.
+    """
+    import torch
+
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", worker.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _use_threads(config: ResolvedConfig) -> None:

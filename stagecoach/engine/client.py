@@ -17,6 +17,7 @@ from stagecoach.config import ResolvedConfig
 from stagecoach.engine.launch import RunningEngine, launch
 from stagecoach.engine.messages import (
     Abort,
+    CaptureProgress,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -65,7 +66,7 @@ class EngineClient:
     def __init__(
         self,
         config: ResolvedConfig,
-        on_load_progress: Callable[[LoadProgress], None] | None = None,
+        on_load_progress: Callable[[LoadProgress | CaptureProgress], None] | None = None,
         *,
         is_awaited: bool = True,
         attached_to: RunningEngine | None = None,
@@ -353,7 +354,7 @@ class EngineClient:
                 if question is not None:
                     question.answer = message
                     question.is_over.set()
-            case LoadProgress():
+            case LoadProgress() | CaptureProgress():
                 if self._on_load_progress is not None:
                     self._on_load_progress(message)
             case EngineReady():

@@ -74,7 +74,11 @@ class ProcessEngine:
         # The loop must not hold torch; workers fork from a server that has imported it.
         loop_context = multiprocessing.get_context("spawn")
         worker_context = multiprocessing.get_context("forkserver")
-        worker_context.set_forkserver_preload(["stagecoach.engine.worker"])
+        preloaded = ["stagecoach.engine.worker"]
+        if config.device == "cuda":
+            # Imported once, for all workers; it touches no GPU, which no fork may have done.
+            preloaded.append("triton")
+        worker_context.set_forkserver_preload(preloaded)
         self._processes: dict[str, BaseProcess] = {}
         self._lifelines: list[Connection] = []
         try:

@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan_memory
-from stagecoach.cache.prefix_cache import PrefixCache
-from stagecoach.cache.prefix_hash import model_root
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine import compiling
-from stagecoach.engine.cache_identity import cache_identity
 from stagecoach.engine.compiling import CompilePool, Job
 from stagecoach.engine.intake import Intake
+from stagecoach.engine.make_scheduler import make_scheduler
 from stagecoach.engine.messages import (
     Abort,
     Allocate,
+    CaptureProgress,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -64,8 +63,8 @@ from stagecoach.pipeline.topology import Topology
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
-from stagecoach.schedule.shadow import TOLERANCES, Shadows, Verdict
-from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
+from stagecoach.schedule.shadow import Verdict
+from stagecoach.schedule.step_plan import StepPlan, StepResult
 
 _LOG = get_logger(__name__)
 
@@ -96,6 +95,8 @@ class EngineLoop:
         self._is_stopping = False
         # When the oldest plan in flight became the oldest.
         self._last_answer = 0.0
+        # A result that was committed, and what it made known, until somebody has time to tell.
+        self._untold: list[tuple[StepResult, list[Progress]]] = []
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
         self._needs: list[MemoryNeeds] = []  # by rank
@@ -124,6 +125,7 @@ class EngineLoop:
             self.start()
             while not self._is_stopping:
                 self.step()
+            self.tell()
             self._port.send_workers(Shutdown())
         except Exception as error:
             self._announce_failure(error)
@@ -172,7 +174,9 @@ class EngineLoop:
                 profile.cost if profile else None,
                 num_stages=engine.pipeline_parallel_size,
             )
-        self._scheduler = self._make_scheduler(memory, profile.num_steps if profile else 0)
+        self._scheduler = make_scheduler(
+            self._config, memory, self._policy, profile.num_steps if profile else 0
+        )
         self._intake = Intake(
             self._config,
             self._scheduler,
@@ -194,44 +198,6 @@ class EngineLoop:
     @property
     def _is_caching(self) -> bool:
         return self._config.engine.enable_prefix_caching
-
-    def _make_scheduler(self, memory: MemoryPlan, first_step: int) -> Scheduler:
-        engine = self._config.engine
-        cache = PrefixCache(
-            num_pages=memory.num_pages,
-            num_slots=memory.num_slots,
-            block_size=engine.block_size,
-            num_host_pages=memory.num_host_pages,
-            num_host_slots=memory.num_host_slots,
-            is_enabled=engine.enable_prefix_caching,
-            debug_poison=engine.debug_poison,
-        )
-        return Scheduler(
-            num_stages=engine.pipeline_parallel_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            block_size=engine.block_size,
-            max_model_len=self._config.max_model_len,
-            cache=cache,
-            cache_root=model_root(
-                model=cache_identity(self._config),
-                dtype=self._config.dtype,
-                block_size=engine.block_size,
-            ),
-            state_checkpoint_interval=engine.state_checkpoint_interval,
-            eos_token_ids=self._config.model.eos_token_ids,
-            vocab_size=self._config.model.vocab_size,
-            policy=self._policy,
-            num_draft_tokens=self._config.num_draft_tokens,
-            first_step=first_step,
-            shadows=Shadows(
-                cache,
-                rate=engine.verify_cache,
-                tolerance=TOLERANCES[self._config.dtype],
-                num_workers=engine.num_workers,
-            ),
-            debug_poison=engine.debug_poison,
-        )
 
     def _allocate(self, memory: MemoryPlan) -> bool:
         """Have all workers reserve it, instead of what they had; False once a Shutdown came."""
@@ -259,7 +225,11 @@ class EngineLoop:
         )
 
     def step(self) -> None:
-        """One turn; blocks only when there is nothing to launch."""
+        """One turn; blocks only when there is nothing to launch.
+
+        From a result's arrival until the next plan is out, a worker may be idle. So all that
+        can wait is done behind that plan: what clients, the policy and the statistics are told.
+        """
         self._admit()
         if self._is_stopping:
             return
@@ -269,6 +239,7 @@ class EngineLoop:
             if plan is None:
                 break
             self._launch(plan)
+        self.tell()
         self._learn()
         self._telemetry.loop_seconds += time.perf_counter() - began
         done = self._collect()
@@ -278,6 +249,18 @@ class EngineLoop:
             self._telemetry.loop_seconds += time.perf_counter() - began
         elif not self.scheduler.has_work and self._config.engine.debug_poison:
             self.scheduler.check_idle()
+
+    def tell(self) -> None:
+        """Tell clients, and the statistics, what the latest result made known."""
+        untold, self._untold = self._untold, []
+        for result, committed in untold:
+            self._telemetry.note_committed(result)
+            outputs: dict[int, list[Progress]] = {}
+            for progress in committed:
+                self._telemetry.num_generated_tokens += len(progress.token_ids)
+                outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
+            for client, items in outputs.items():
+                self._port.send_client(client, Outputs(items=tuple(items)))
 
     def _admit(self) -> None:
         for client, message in self._port.receive_clients():
@@ -311,10 +294,12 @@ class EngineLoop:
                 self._gone_clients.add(gone)
                 self._intake.forget_client(gone)
             case GetStats(query_id=query_id):
+                self.tell()
                 self._port.send_client(client, self._stats(query_id))
             case StartProfile() | StopProfile():
                 self._profiles.begin(client, message)
             case GetTimeline(query_id=query_id, first_step=first_step):
+                self.tell()
                 timeline = self._telemetry.timeline(
                     query_id, first_step, self.scheduler, self._intake.traces()
                 )
@@ -327,16 +312,15 @@ class EngineLoop:
         if self.scheduler.num_in_flight == 1:
             self._last_answer = launched
         in_flight = self.scheduler.plan_in_flight(plan.step)
-        encoded = in_flight.encoded
-        num_echoes = self._config.engine.num_workers - 1
-        if num_echoes:
-            self._unechoed[plan.step] = (plan_digest(encoded), num_echoes)
-        if self._policy is not None:
-            self._times.note_launched(plan)
-        self._port.send_workers(RunPlan(encoded_plan=encoded))
+        self._port.send_workers(RunPlan(encoded_plan=in_flight.encoded))
         masks = token_masks(in_flight, self._config.model.vocab_size)
         if masks is not None:
             self._port.send_worker(self._sampler_rank, masks)
+        digest, num_echoes = in_flight.digest, self._config.engine.num_workers - 1
+        if num_echoes:
+            self._unechoed[plan.step] = (digest, num_echoes)
+        if self._policy is not None:
+            self._times.note_launched(plan)
         self._telemetry.note_launched(plan, launched)
 
     def _collect(self) -> PlanDone | None:
@@ -389,17 +373,11 @@ class EngineLoop:
     def _commit(self, done: PlanDone) -> None:
         result = done.result
         self._note_stage(self._config.engine.pipeline_parallel_size - 1, result)
-        outputs: dict[int, list[Progress]] = {}
         try:
             committed = self.scheduler.commit(result)
         except PlanDivergenceError as error:
             raise PlanDivergenceError(f"{done.worker}: {error}") from None
-        self._telemetry.note_committed(result)
-        for progress in committed:
-            self._telemetry.num_generated_tokens += len(progress.token_ids)
-            outputs.setdefault(progress.request_id >> CLIENT_SHIFT, []).append(progress)
-        for client, items in outputs.items():
-            self._port.send_client(client, Outputs(items=tuple(items)))
+        self._untold.append((result, committed))
         self._report_verdicts()
 
     def _check_echo(self, rank: int, echo: StepEcho) -> None:
@@ -446,7 +424,7 @@ class EngineLoop:
                 message = received[1]
                 if isinstance(message, WorkerFailed):
                     raise _worker_error(message)
-                if isinstance(message, LoadProgress):
+                if isinstance(message, LoadProgress | CaptureProgress):
                     self._broadcast(message)
                 return received
             self._port.wait(self._seconds_left(began) if is_executing else None)
@@ -463,6 +441,7 @@ class EngineLoop:
         )
 
     def _announce_failure(self, error: Exception) -> None:
+        self.tell()
         # A worker can fail before the client that starts the engine has said hello.
         while not self._clients and not self._is_stopping:
             self._port.wait(None)

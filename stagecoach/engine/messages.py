@@ -97,6 +97,14 @@ class LoadProgress(Message):
     total_bytes: int
 
 
+class CaptureProgress(Message):
+    """Kinds of steps that one worker has captured as CUDA graphs; on the same way."""
+
+    worker: str
+    num_captured: int
+    num_graphs: int
+
+
 class EngineReady(Message):
     """The engine serves."""
 
@@ -296,6 +304,7 @@ ToEngine = (
 )
 ToClient = (
     LoadProgress
+    | CaptureProgress
     | EngineReady
     | Outputs
     | RequestRefused
@@ -307,6 +316,7 @@ ToClient = (
 ToWorker = Allocate | RunPlan | TokenMasks | StartProfile | StopProfile | Shutdown
 FromWorker = (
     LoadProgress
+    | CaptureProgress
     | WorkerReady
     | WorkerAllocated
     | StepEcho

@@ -56,6 +56,9 @@ class WorkerPort(Protocol):
 
     def receive(self) -> ToWorker: ...
 
+    def receive_now(self) -> ToWorker | None:
+        """The next message if it is there."""
+
     def send(self, message: FromWorker) -> None: ...
 
     def close(self) -> None: ...
@@ -143,6 +146,12 @@ class ZmqWorkerPort:
 
     def receive(self) -> ToWorker:
         return messages.decode_to_worker(self._socket.recv())
+
+    def receive_now(self) -> ToWorker | None:
+        try:
+            return messages.decode_to_worker(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
 
     def send(self, message: FromWorker) -> None:
         self._socket.send(messages.encode(message))
@@ -273,6 +282,12 @@ class QueueWorkerPort:
 
     def receive(self) -> ToWorker:
         return self._box.get()
+
+    def receive_now(self) -> ToWorker | None:
+        try:
+            return self._box.get_nowait()
+        except queue.Empty:
+            return None
 
     def send(self, message: FromWorker) -> None:
         self._hub.reply(self._rank, message)

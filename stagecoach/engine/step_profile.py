@@ -177,6 +177,10 @@ class StepProfiler:
             max_drafts=max_drafts,
             max_num_batched_tokens=engine.max_num_batched_tokens,
         )
+        self.memory = memory
+        if config.device == "cuda":
+            # Graphs are captured once, for the memory that the engine will have.
+            return
         self.memory = MemoryPlan(
             num_pages=NUM_RESERVED_PAGES + self._num_windows * self._pages_each,
             num_slots=NUM_RESERVED_SLOTS + self._num_windows,

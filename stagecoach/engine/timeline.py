@@ -80,7 +80,7 @@ class _Record:
         self.num_accepted_tokens = 0
         self.spans: list[StageSpan | None] = [None] * num_stages
         for segment in plan.segments:
-            num_tokens = len(segment.token_ids)
+            num_tokens = segment.num_tokens
             self.num_tokens += num_tokens
             if num_tokens == 1 + segment.num_draft_tokens:
                 self.num_windows += 1

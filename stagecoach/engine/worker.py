@@ -1,15 +1,19 @@
 """One rank: take a plan, run the stage, reply.
 
-Owns the order of a worker's life: load, report memory, allocate, then plans until Shutdown.
-The same class runs as a process or as a thread; it knows neither.
+Owns the order of a worker's life: load, report memory, allocate, then plans until Shutdown. On a
+device further plans are taken while older ones run; answers go out in the plans' order. The same
+class runs as a process or as a thread; it knows neither.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
+    CaptureProgress,
     LoadProgress,
     PlanDone,
     ProfileAnswer,
@@ -29,9 +33,19 @@ from stagecoach.errors import EngineDeadError
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.topology import WorkerId
 from stagecoach.runner.stage_runner import Loaders, StageRunner
+from stagecoach.runner.step_outcome import StepInFlight
 from stagecoach.schedule.step_plan import StepPlan, StepResult, plan_digest
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
+
+
+class _Launched(NamedTuple):
+    """A plan whose answer is still due."""
+
+    step: int
+    digest: bytes
+    arrived: float  # monotonic seconds
+    in_flight: StepInFlight
 
 
 class Worker:
@@ -44,32 +58,53 @@ class Worker:
         links: Links,
         port: WorkerPort,
         loaders: Loaders | None = None,
+        after_load: Callable[[], None] = lambda: None,
     ) -> None:
+        """`after_load` is called before the worker looks at what memory is left."""
+        self._after_load = after_load
         self._name = worker.name
         self._port = port
         self._runner = StageRunner(config, worker, links, loaders)
         self._profile = WorkerProfile(worker)
         self._next_step = 0
+        self._launched: deque[_Launched] = deque()
 
     def run(self) -> None:
         """Serve until Shutdown; an exception ends the worker and is its caller's to report."""
         self.start()
-        while self.handle(self._port.receive()):
-            pass
+        while self._carry_out(self._next_message()):
+            self._answer_what_is_ready()
         self._runner.finish()
 
     def start(self) -> None:
         """Load, and report what memory is needed."""
-        self._runner.load(self._progress_reporter())
+        self._runner.load(self._progress_reporter(self._load_progress))
+        self._after_load()
         self._port.send(WorkerReady(worker=self._name, needs=self._runner.memory_needs()))
 
     def handle(self, message: ToWorker) -> bool:
-        """Carry out one message; False once it is Shutdown."""
+        """Carry out one message, and wait until it is answered; False once it is Shutdown."""
+        goes_on = self._carry_out(message)
+        self._answer_all()
+        return goes_on
+
+    def _next_message(self) -> ToWorker:
+        """Waits for it, and answers meanwhile what becomes ready."""
+        while self._launched:
+            message = self._port.receive_now()
+            if message is not None:
+                return message
+            # Nothing tells of a device's work and of messages alike. Other threads get their turn.
+            time.sleep(0)
+            self._answer_what_is_ready()
+        return self._port.receive()
+
+    def _carry_out(self, message: ToWorker) -> bool:
         match message:
             case RunPlan(encoded_plan=encoded_plan):
-                self._run_plan(encoded_plan)
+                self._launch(encoded_plan)
             case Allocate(memory=memory):
-                self._runner.allocate(memory)
+                self._runner.allocate(memory, self._progress_reporter(self._capture_progress))
                 self._port.send(WorkerAllocated(worker=self._name))
             case StartProfile() | StopProfile():
                 self._port.send(self._recorded(message))
@@ -88,21 +123,41 @@ class Worker:
             return ProfileAnswer(query_id=message.query_id, error=f"{self._name}: {error}")
         return ProfileAnswer(query_id=message.query_id, paths=paths)
 
-    def _run_plan(self, encoded_plan: bytes) -> None:
+    def _launch(self, encoded_plan: bytes) -> None:
         arrived = time.monotonic()
         plan = StepPlan.decode(encoded_plan)
         assert plan.step == self._next_step, f"expected step {self._next_step}:\n{plan}"
         self._next_step += 1
         digest = plan_digest(encoded_plan)
-        outcome = self._runner.run(plan, lambda: self._receive_masks(plan.step))
-        step_seconds = time.monotonic() - arrived
+        in_flight = self._runner.launch(
+            plan, lambda: self._receive_masks(plan.step), self._answer_all
+        )
+        self._launched.append(_Launched(plan.step, digest, arrived, in_flight))
+
+    def _answer_what_is_ready(self) -> None:
+        while self._launched and self._launched[0].in_flight.is_ready():
+            self._answer(self._launched.popleft())
+
+    def _answer_all(self) -> None:
+        """Waits for all that was launched."""
+        while self._launched:
+            self._answer(self._launched.popleft())
+
+    def _answer(self, launched: _Launched) -> None:
+        outcome = launched.in_flight.outcome()
+        now, arrived, step_seconds = time.monotonic(), launched.arrived, outcome.device_seconds
+        if step_seconds is None:
+            step_seconds = now - arrived
+        else:
+            # Before that the plan waited for those ahead of it.
+            arrived = now - step_seconds
         busy_seconds = step_seconds - outcome.wait_seconds
         if outcome.rows is None:
             self._port.send(
                 StepEcho(
                     worker=self._name,
-                    step=plan.step,
-                    digest=digest,
+                    step=launched.step,
+                    digest=launched.digest,
                     busy_seconds=busy_seconds,
                     arrived=arrived,
                     hop_seconds=outcome.wait_seconds,
@@ -111,8 +166,8 @@ class Worker:
             )
             return
         result = StepResult(
-            step=plan.step,
-            digest=digest,
+            step=launched.step,
+            digest=launched.digest,
             rows=outcome.rows,
             forward_seconds=outcome.forward_seconds,
             step_seconds=step_seconds,
@@ -136,17 +191,24 @@ class Worker:
         assert message.step == step, f"masks of step {message.step} behind step {step}"
         return message.masks
 
-    def _progress_reporter(self) -> Callable[[int, int], None]:
+    def _progress_reporter(
+        self, message: Callable[[int, int], LoadProgress | CaptureProgress]
+    ) -> Callable[[int, int], None]:
+        """Tells what is done and what there is in all, not too often."""
         last = 0.0
 
-        def report(done_bytes: int, total_bytes: int) -> None:
+        def report(done: int, in_all: int) -> None:
             nonlocal last
             now = time.monotonic()
-            if done_bytes < total_bytes and now - last < _PROGRESS_INTERVAL_SECONDS:
+            if done < in_all and now - last < _PROGRESS_INTERVAL_SECONDS:
                 return
             last = now
-            self._port.send(
-                LoadProgress(worker=self._name, done_bytes=done_bytes, total_bytes=total_bytes)
-            )
+            self._port.send(message(done, in_all))
 
         return report
+
+    def _load_progress(self, done: int, in_all: int) -> LoadProgress:
+        return LoadProgress(worker=self._name, done_bytes=done, total_bytes=in_all)
+
+    def _capture_progress(self, done: int, in_all: int) -> CaptureProgress:
+        return CaptureProgress(worker=self._name, num_captured=done, num_graphs=in_all)

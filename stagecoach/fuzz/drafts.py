@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.draft.drafter import Choose, Proposal
-from stagecoach.kernels.ragged import BlockInputs, StepTensors
+from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, SegmentGroup, StepTensors
 from stagecoach.schedule.draft_policy import Candidate, DraftPolicy
 
 # Knuth's multiplicative hash.
@@ -82,6 +82,8 @@ class ScatteredPolicy(DraftPolicy):
 class KnowingDrafter:
     """Stands where DSparkDrafter stands, and like it writes its rows no sooner than it must."""
 
+    has_confidences = False
+
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
         self._waiting: list[_Rows] = []
@@ -93,6 +95,7 @@ class KnowingDrafter:
         positions = [
             group.flat(group.starts_B.unsqueeze(1) + torch.arange(group.max_length))
             for _, group, _ in step.spans()
+            if isinstance(group, SegmentGroup)
         ]
         if positions:
             pairs_TP = torch.stack((step.token_ids_T, torch.cat(positions)), dim=1)
@@ -105,9 +108,10 @@ class KnowingDrafter:
         self._waiting.clear()
 
     def propose(
-        self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
+        self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:
         """Drafts behind each anchor; None on ranks that do not choose."""
+        assert isinstance(block, BlockInputs), "it knows blocks on a CPU"
         self.finish_context()
         contexts = draft_rows_YRD[0, block.context_rows_NL, :2]
         drafts = [

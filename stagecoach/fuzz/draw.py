@@ -56,6 +56,9 @@ def draw_script(seed: int, index: int, given: Given) -> Script:
     """Script number `index` of a seed; the same for the same arguments."""
     random = Random(f"{seed}/{index}")
     engine = _draw_engine(random, given)
+    if engine["pipeline_parallel_size"] == 1 and "speculative_config" not in engine:
+        # Drawn apart, so that all else of a script is as it is without.
+        engine.setdefault("async_scheduling", Random(f"{seed}/{index}/async").random() < 0.5)
     speculation = engine.get("speculative_config")
     knows_answers = speculation is not None and random.random() < 0.85
     return Script(

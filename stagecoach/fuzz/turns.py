@@ -57,6 +57,7 @@ class TurnEngine:
     def turn(self) -> list[Progress | RequestRefused]:
         """One turn of the loop; returns what its client is told of requests."""
         self._loop.step()
+        self._loop.tell()
         news: list[Progress | RequestRefused] = []
         for message in self._port.take_answers():
             if isinstance(message, Outputs):

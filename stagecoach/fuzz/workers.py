@@ -155,6 +155,9 @@ class _TurnPort:
         assert self.messages, "waits for what was not handed over"
         return self.messages.popleft()
 
+    def receive_now(self) -> ToWorker | None:
+        return self.messages.popleft() if self.messages else None
+
     def send(self, message: FromWorker) -> None:
         self._reply(self._rank, message)
 

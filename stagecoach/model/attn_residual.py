@@ -7,16 +7,28 @@ keeps a plain running sum: the same classes with an empty bank and no mixing wei
     block 0        block 1                 open block
     embedding | sum of layers 0..b-1 | ... | partial: sum of sublayers since the last close
 
+The newest output is added by whoever reads the sum next, so that on a GPU the addition, the
+mixture and the reader's norm are one kernel.
+
 Dimensions: T tokens, B blocks, H hidden size.
 """
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from stagecoach.kernels.attn_res.reference import mix
+from stagecoach.kernels.attn_res import mix, mix_rms_norm
+from stagecoach.kernels.norm import add_rms_norm
+from stagecoach.model.norm import RmsNorm
 from stagecoach.model.weight_slots import WeightKind, WeightScope
+
+
+class Pending(NamedTuple):
+    """The running sum of the open block, which lacks the newest output."""
+
+    partial_TH: Tensor
+    addend_TH: Tensor | None  # None: nothing is left to add
 
 
 class ResidualStream:
@@ -40,6 +52,7 @@ class ResidualStream:
         num_tokens, num_blocks, hidden_size = bank_TBH.shape
         assert num_blocks <= capacity, f"{num_blocks} blocks for a bank of {capacity}"
         self._partial_TH: Tensor | None = hidden_TH
+        self._addend_TH: Tensor | None = None
         self._num_blocks = num_blocks
         self._storage_TBH = bank_TBH
         if num_blocks < capacity:
@@ -56,8 +69,21 @@ class ResidualStream:
     @property
     def partial_TH(self) -> Tensor:
         """Running sum of the open block."""
+        partial_TH, addend_TH = self.pending
+        if addend_TH is not None:
+            partial_TH = partial_TH + addend_TH
+            self.settle(partial_TH)
+        return partial_TH
+
+    @property
+    def pending(self) -> Pending:
+        """The running sum in two parts: for a reader that adds them and calls `settle`."""
         assert self._partial_TH is not None, "the block was just closed and nothing added since"
-        return self._partial_TH
+        return Pending(self._partial_TH, self._addend_TH)
+
+    def settle(self, sum_TH: Tensor) -> None:
+        """`sum_TH` is the sum of what was pending."""
+        self._partial_TH, self._addend_TH = sum_TH, None
 
     @property
     def bank_TBH(self) -> Tensor:
@@ -71,8 +97,12 @@ class ResidualStream:
         self._partial_TH = None
 
     def add(self, output_TH: Tensor) -> None:
-        """Add a sublayer's output to the open block."""
-        self._partial_TH = output_TH if self._partial_TH is None else self._partial_TH + output_TH
+        """Add a sublayer's output to the open block; it must not be written afterwards."""
+        if self._partial_TH is None:
+            self._partial_TH = output_TH
+        else:
+            self.settle(self.partial_TH)
+            self._addend_TH = output_TH
 
 
 class ResidualRead:
@@ -104,8 +134,49 @@ class ResidualRead:
         """[T, H], the sublayer's input before its norm."""
         return self.mix(stream.bank_TBH, stream.partial_TH)
 
+    def normed(self, stream: ResidualStream, norm: RmsNorm) -> Tensor:
+        """[T, H], the sublayer's input: what `norm` makes of this read."""
+        return self._read(stream, norm, keeps_mixed=False)[1]
+
+    def both(self, stream: ResidualStream, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        """This read before its norm and after it, [T, H] each."""
+        mixed_TH, normed_TH = self._read(stream, norm, keeps_mixed=True)
+        assert mixed_TH is not None, "the mixture was asked for"
+        return mixed_TH, normed_TH
+
+    def normed_rows(self, bank_TBH: Tensor, partial_TH: Tensor, norm: RmsNorm) -> Tensor:
+        """`normed` for chosen rows: [R, B, H] and [R, H] -> [R, H]."""
+        if self._key_weight_H is None:
+            return norm(partial_TH)
+        return mix_rms_norm(
+            bank_TBH, partial_TH, None, self._key_weight_H, norm.weight_H, self._eps
+        ).normed_TH
+
     def mix(self, bank_TBH: Tensor, partial_TH: Tensor) -> Tensor:
-        """The same for chosen rows: [R, B, H] and [R, H] -> [R, H]."""
+        """[T, B, H] and [T, H] -> [T, H], before the norm."""
         if self._key_weight_H is None:
             return partial_TH
         return mix(bank_TBH, partial_TH, self._key_weight_H, self._eps)
+
+    def _read(
+        self, stream: ResidualStream, norm: RmsNorm, *, keeps_mixed: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        assert norm.eps == self._eps, "one eps for both norms"
+        partial_TH, addend_TH = stream.pending
+        if self._key_weight_H is None:
+            if addend_TH is None:
+                return partial_TH, norm(partial_TH)
+            sum_TH, normed_TH = add_rms_norm(partial_TH, addend_TH, norm.weight_H, norm.eps)
+            stream.settle(sum_TH)
+            return sum_TH, normed_TH
+        mixed = mix_rms_norm(
+            stream.bank_TBH,
+            partial_TH,
+            addend_TH,
+            self._key_weight_H,
+            norm.weight_H,
+            self._eps,
+            keeps_mixed=keeps_mixed,
+        )
+        stream.settle(mixed.sum_TH)
+        return mixed.mixed_TH, mixed.normed_TH

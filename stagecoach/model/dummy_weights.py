@@ -1,7 +1,8 @@
 """Random weights in place of a checkpoint's, the same for every split.
 
-Each tensor is drawn whole from a generator seeded by its name and then cut, so that ranks
-and stages of any number together hold one model.
+Each tensor is drawn from generators seeded by its name and then cut, so that ranks and stages
+of any number together hold one model. A GPU draws large ones itself, so it has other numbers
+than a CPU.
 """
 
 import hashlib
@@ -15,6 +16,44 @@ from stagecoach.model.weight_slots import WeightKind, WeightSlot
 _MATRIX_STD = 0.02
 _DECAY_RATE_RANGE = (1.0, 16.0)
 _TIME_STEP_RANGE = (0.001, 0.1)
+
+
+# Rows that one generator draws: as many as have so many values.
+_PIECE_VALUES = 2**24
+_DRAWN_ON_DEVICE = (
+    WeightKind.MATRIX,
+    WeightKind.ROUTER,
+    WeightKind.EXPERT,
+    WeightKind.DRAFT_HEAD,
+)
+
+
+def fill_slot(slot: WeightSlot, seed: int) -> None:
+    """Draw a slot's tensor and keep this rank's part, where its parameter lies."""
+    if slot.target.is_cuda and slot.kind in _DRAWN_ON_DEVICE:
+        fill_matrix(slot, seed)
+    else:
+        slot.target.copy_(draw_tensor(slot, seed)[slot.region])
+
+
+def fill_matrix(slot: WeightSlot, seed: int, piece_values: int = _PIECE_VALUES) -> None:
+    """Draw the pieces of a matrix that this rank has a part of, on its device.
+
+    A piece is some whole rows, drawn from N(0, 0.02) by a generator of its own, in the type of the
+    parameter: no more than one of them is held beside it.
+    """
+    num_rows, *row_shape = slot.shape
+    rows, *columns = slot.region
+    rows_per_piece = max(1, piece_values // math.prod(row_shape))
+    for piece in range(rows.start // rows_per_piece, -(-rows.stop // rows_per_piece)):
+        start = piece * rows_per_piece
+        end = min(start + rows_per_piece, num_rows)
+        values = slot.target.new_empty((end - start, *row_shape))
+        generator = named_generator(f"{slot.name}[{piece}]", seed, slot.target.device)
+        values.normal_(0.0, _MATRIX_STD, generator=generator)
+        first, last = max(start, rows.start), min(end, rows.stop)
+        part = values[(slice(first - start, last - start), *columns)]
+        slot.target[first - rows.start : last - rows.start].copy_(part)
 
 
 def draw_tensor(slot: WeightSlot, seed: int) -> Tensor:
@@ -43,7 +82,7 @@ def draw_tensor(slot: WeightSlot, seed: int) -> Tensor:
     return torch.empty(shape).normal_(0.0, _MATRIX_STD, generator=generator)
 
 
-def named_generator(name: str, seed: int) -> torch.Generator:
-    """A generator that depends on nothing but a name and a seed."""
+def named_generator(name: str, seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator that depends on nothing but a name, a seed and the kind of device."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

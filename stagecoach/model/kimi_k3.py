@@ -70,17 +70,22 @@ class DecoderLayer:
     def prepare(self) -> None:
         self._attention_read.prepare()
         self._mlp_read.prepare()
+        if isinstance(self._mlp, MoeMlp):
+            self._mlp.prepare()
 
     def __call__(self, stream: ResidualStream, step: StepTensors, memory: StageMemory) -> None:
         """Add the layer's two outputs to the stream."""
-        x_TH = self._attention_read(stream)
         if self._taps_its_input:
-            stream.taps[self.layer - 1] = x_TH
+            stream.taps[self.layer - 1], x_TH = self._attention_read.both(
+                stream, self._attention_norm
+            )
+        else:
+            x_TH = self._attention_read.normed(stream, self._attention_norm)
         if self._closes_block:
             stream.close_block()
-        x_TH = self._attention_norm(x_TH)
         stream.add(self._attention(x_TH, step, memory.layers[self.layer]))
-        stream.add(self._mlp(self._mlp_norm(self._mlp_read(stream))))
+        x_TH = self._mlp_read.normed(stream, self._mlp_norm)
+        stream.add(self._mlp(x_TH, step))
 
 
 class StageModel:
@@ -211,20 +216,22 @@ class StageModel:
             stream.taps[self.stage.end - 1] = self._output_read(stream)
         return stream
 
-    def logits(self, stream: ResidualStream, token_index_R: Tensor) -> Tensor:
+    def logits(self, stream: ResidualStream, token_index_R: Tensor | None) -> Tensor:
         """Final mix, norm and head for chosen tokens of the flat axis, on the last stage.
 
         Args:
-            token_index_R: int64; the same on every rank of the stage.
+            token_index_R: int64; the same on every rank of the stage. None: all tokens.
 
         Returns:
             [R, vocab], at least float32, on every rank.
         """
         assert self.stage.is_last, "only the last stage has the head"
-        hidden_RH = self._output_read.mix(
-            stream.bank_TBH[token_index_R], stream.partial_TH[token_index_R]
+        if token_index_R is None:
+            return self._head(self._output_read.normed(stream, self._output_norm))
+        hidden_RH = self._output_read.normed_rows(
+            stream.bank_TBH[token_index_R], stream.partial_TH[token_index_R], self._output_norm
         )
-        return self._head(self._output_norm(hidden_RH))
+        return self._head(hidden_RH)
 
     def _bind_end(self, tp: TensorParallel) -> None:
         config, hidden_size = self.config, self.config.hidden_size

@@ -6,14 +6,14 @@ values projected from the cached rows. Attention itself is in `kernels/mla`.
 
 Dimensions: T tokens, I hidden size, H heads of this rank, N and P the two parts of a head's
 query ("nope" and "pe"; neither is rotated), C latent width, V value width, D = C + P cache
-row, B segments, L context.
+row.
 """
 
 import torch
 from torch import Tensor
 
-from stagecoach.kernels.mla.reference import mla_decode, mla_prefill, write_rows
-from stagecoach.kernels.ragged import StepTensors
+from stagecoach.kernels.mla import head_product, mla_decode, mla_prefill, write_rows
+from stagecoach.kernels.ragged import PackedGroup, SegmentGroup, StepTensors
 from stagecoach.model.norm import RmsNorm
 from stagecoach.model.parallel_linear import (
     ColumnLinear,
@@ -38,9 +38,8 @@ class MlaLayer:
         self._latent_size = mla.kv_lora_rank
         self._nope_dim = mla.qk_nope_head_dim
         self._qk_dim = mla.qk_head_dim
-        self._kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
+        kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
         self._scale = mla.softmax_scale
-        self._has_gate = mla.has_output_gate
         query_width = self._num_heads * mla.qk_head_dim
         value_width = self._num_heads * mla.v_head_dim
         is_low_rank = mla.q_lora_rank is not None
@@ -68,11 +67,11 @@ class MlaLayer:
         self._kv_up = ColumnLinear(
             weights,
             "kv_b_proj",
-            (self._num_heads * sum(self._kv_dims), mla.kv_lora_rank),
+            (self._num_heads * sum(kv_dims), mla.kv_lora_rank),
             is_split=True,
         )
         kv_up_HOC = self._kv_up.weight_OI.view(self._num_heads, -1, mla.kv_lora_rank)
-        self._key_up_HNC, value_up_HVC = kv_up_HOC.split(self._kv_dims, dim=1)
+        self._key_up_HNC, value_up_HVC = kv_up_HOC.split(kv_dims, dim=1)
         self._value_up_HCV = value_up_HVC.transpose(1, 2)
         self._output = RowLinear(weights, "o_proj", (config.hidden_size, value_width))
 
@@ -82,47 +81,44 @@ class MlaLayer:
         query, latent_row_TD, *gate = self._input(x_TI)
         if self._query_up is not None and self._query_norm is not None:
             query = self._query_up(self._query_norm(query))
-        q_THD = query.reshape(step.num_tokens, self._num_heads, self._qk_dim)
+        q_THD = query.unflatten(-1, (self._num_heads, self._qk_dim))
+        gate_THV = gate[0].unflatten(-1, (self._num_heads, -1)) if gate else None
         latent_TC, k_pe_TP = latent_row_TD.tensor_split((self._latent_size,), dim=-1)
-        rows_TD = torch.cat([self._latent_norm(latent_TC), k_pe_TP], dim=-1)
-        write_rows(memory.cache_RD, rows_TD, step.cache_rows_T)
+        write_rows(
+            memory.cache_RD,
+            latent_TC,
+            k_pe_TP,
+            self._latent_norm.weight_H,
+            self._latent_norm.eps,
+            step.cache_rows_T,
+        )
         outputs = []
         for span, group, is_window in step.spans():
-            if is_window:
-                q_latent_THC, q_pe_THP = self._absorbed_query(q_THD[span])
-                o_latent_THC = mla_decode(
-                    q_latent_THC, q_pe_THP, memory.cache_RD, group, self._scale
-                )
-                outputs.append(self._absorbed_value(o_latent_THC))
-            else:
-                outputs.append(
-                    mla_prefill(
-                        q_THD[span],
-                        memory.cache_RD,
-                        self._expand,
-                        group,
-                        self._scale,
-                        latent_width=self._latent_size,
-                    )
-                )
+            attend = self._window if is_window else self._chunk
+            gate_span = None if gate_THV is None else gate_THV[span]
+            outputs.append(attend(q_THD[span], gate_span, memory.cache_RD, group))
         o_THV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        o_TO = o_THV.reshape(step.num_tokens, -1)
-        if self._has_gate:
-            o_TO = o_TO * gate[0].sigmoid()
-        return self._tp.all_reduce(self._output(o_TO))
+        return self._tp.all_reduce(self._output(o_THV.flatten(1)))
 
-    def _absorbed_query(self, q_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries against latents: (q_nope W_UK, q_pe)."""
+    def _window(
+        self,
+        q_THD: Tensor,
+        gate_THV: Tensor | None,
+        cache_RD: Tensor,
+        group: SegmentGroup | PackedGroup,
+    ) -> Tensor:
+        """Attention in the latent space: q_nope W_UK against rows, then o W_UV: [T, H, V]."""
         q_nope_THN, q_pe_THP = q_THD.tensor_split((self._nope_dim,), dim=-1)
-        q_latent_HTC = torch.bmm(q_nope_THN.transpose(0, 1), self._key_up_HNC)
-        return q_latent_HTC.transpose(0, 1), q_pe_THP
+        q_latent_THC = head_product(q_nope_THN, self._key_up_HNC)
+        o_latent_THC = mla_decode(q_latent_THC, q_pe_THP, cache_RD, group, self._scale)
+        return head_product(o_latent_THC, self._value_up_HCV, gate_THV)
 
-    def _absorbed_value(self, o_latent_THC: Tensor) -> Tensor:
-        """Mixed latents to values: o W_UV."""
-        return torch.bmm(o_latent_THC.transpose(0, 1), self._value_up_HCV).transpose(0, 1)
-
-    def _expand(self, latent_BLC: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents to keys and values: (k_nope [B, L, H, N], v [B, L, H, V])."""
-        kv_BLHO = self._kv_up(latent_BLC).unflatten(-1, (self._num_heads, -1))
-        k_nope_BLHN, v_BLHV = kv_BLHO.split(self._kv_dims, dim=-1)
-        return k_nope_BLHN, v_BLHV
+    def _chunk(
+        self,
+        q_THD: Tensor,
+        gate_THV: Tensor | None,
+        cache_RD: Tensor,
+        group: SegmentGroup | PackedGroup,
+    ) -> Tensor:
+        """Attention over keys and values that are made from rows: [T, H, V]."""
+        return mla_prefill(q_THD, cache_RD, self._kv_up.weight_OI, group, self._scale, gate_THV)

@@ -9,9 +9,16 @@ L width of the routed experts (latent or hidden size).
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from stagecoach.kernels.moe.reference import route, routed_experts
+from stagecoach.kernels.moe import (
+    Router,
+    Routing,
+    SharedExpert,
+    choose_experts,
+    routed_experts,
+    split_in_bfloat16,
+)
+from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.norm import RmsNorm, make_activation
 from stagecoach.model.parallel_linear import (
     ColumnLinear,
@@ -39,7 +46,7 @@ class DenseMlp:
         )
         self._output = RowLinear(weights, "down_proj", (config.hidden_size, width))
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, step: StepTensors) -> Tensor:
         gate, up = self._input(x_TH)
         return self._tp.all_reduce(self._output(self._activation(gate, up)))
 
@@ -54,27 +61,37 @@ class MoeMlp:
     def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
         moe = config.moe
         assert moe is not None, "a MoE layer needs its configuration"
-        self._moe = moe
         self._tp = tp
+        self._routing = Routing(
+            moe.num_experts_per_token,
+            moe.score_function,
+            moe.renormalize,
+            moe.routed_scaling_factor,
+            moe.num_expert_groups,
+            moe.topk_group,
+        )
         self._activation = make_activation(config)
         hidden_size = config.hidden_size
         expert_width = local_size("moe_intermediate_size", moe.intermediate_size, tp.size)
         shared_width = moe.shared_intermediate_size // tp.size
         routed_size = moe.latent_size or hidden_size
-        self._has_shared = shared_width > 0
+        has_shared = shared_width > 0
         self._has_latent = moe.latent_size is not None
         parts = []
         if moe.latent_size is not None:
             parts.append(LinearPart(("routed_expert_down_proj",), routed_size, is_split=False))
-        if self._has_shared:
+        if has_shared:
             for name in ("shared_experts.gate_proj", "shared_experts.up_proj"):
                 parts.append(LinearPart((name,), shared_width, is_split=True))
         self._input = FusedLinear(weights, hidden_size, tuple(parts)) if parts else None
-        self._router_EH = weights.matrix(moe.num_experts, hidden_size, kind=WeightKind.ROUTER)
-        weights.bind("gate.weight", self._router_EH, WeightKind.ROUTER)
-        self._router_bias_E = weights.parameter(moe.num_experts, kind=WeightKind.ROUTER_BIAS)
-        weights.bind("gate.e_score_correction_bias", self._router_bias_E, WeightKind.ROUTER_BIAS)
-        self._bind_experts(weights.child("experts"), routed_size, expert_width)
+        router_EH = weights.matrix(moe.num_experts, hidden_size, kind=WeightKind.ROUTER)
+        weights.bind("gate.weight", router_EH, WeightKind.ROUTER)
+        bias_E = weights.parameter(moe.num_experts, kind=WeightKind.ROUTER_BIAS)
+        weights.bind("gate.e_score_correction_bias", bias_E, WeightKind.ROUTER_BIAS)
+        self._router = Router(router_EH, bias_E)
+        self._gate_up_E2IL = weights.matrix(moe.num_experts, 2 * expert_width, routed_size)
+        self._down_ELI = weights.matrix(moe.num_experts, routed_size, expert_width)
+        self._bind_experts(weights.child("experts"))
         self._latent_norm: RmsNorm | None = None
         self._latent_up: ColumnLinear | None = None
         if moe.latent_size is not None:
@@ -86,18 +103,18 @@ class MoeMlp:
                 weights, "routed_expert_up_proj", (hidden_size, routed_size), is_split=False
             )
         self._shared_output: RowLinear | None = None
-        if self._has_shared:
+        self._shared: SharedExpert | None = None  # where it has the routed experts' input
+        if has_shared:
             self._shared_output = RowLinear(
                 weights, "shared_experts.down_proj", (hidden_size, shared_width)
             )
+            if self._input is not None and not self._has_latent:
+                self._shared = SharedExpert(self._input.weight_OI, self._shared_output.weight_OI)
 
-    def _bind_experts(self, weights: WeightScope, routed_size: int, width: int) -> None:
+    def _bind_experts(self, weights: WeightScope) -> None:
         """w1 is the gate, w3 the up projection, w2 the down projection."""
-        num_experts = self._moe.num_experts
-        self._gate_up_E2IL = weights.matrix(num_experts, 2 * width, routed_size)
-        self._down_ELI = weights.matrix(num_experts, routed_size, width)
-        for expert in range(num_experts):
-            gate_IL, up_IL = self._gate_up_E2IL[expert].split(width)
+        for expert in range(len(self._down_ELI)):
+            gate_IL, up_IL = self._gate_up_E2IL[expert].chunk(2)
             for name, target, split_dim in (
                 ("w1", gate_IL, 0),
                 ("w3", up_IL, 0),
@@ -107,35 +124,34 @@ class MoeMlp:
                     f"{expert}.{name}.weight", target, WeightKind.EXPERT, split_dim=split_dim
                 )
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
-        parts = [] if self._input is None else list(self._input(x_TH))
-        latent_TL = parts.pop(0) if self._has_latent else x_TH
-        routed_TL = self._routed(x_TH, latent_TL)
-        shared_TH: Tensor | None = None
-        if self._shared_output is not None:
-            gate, up = parts
-            shared_TH = self._shared_output(self._activation(gate, up))
-        routed_TL, shared_TH = self._reduce(routed_TL, shared_TH)
-        if self._latent_norm is not None:
-            routed_TL = self._latent_norm(routed_TL)
-        if self._latent_up is not None:
-            routed_TL = self._latent_up(routed_TL)
-        return routed_TL if shared_TH is None else routed_TL + shared_TH
+    def prepare(self) -> None:
+        """Derive what the forward needs; once, after all slots are filled."""
+        weight_EH = self._router.weight_EH
+        if weight_EH.is_cuda and self._gate_up_E2IL.dtype == torch.bfloat16:
+            self._router = self._router._replace(parts_QH=split_in_bfloat16(weight_EH))
 
-    def _routed(self, x_TH: Tensor, latent_TL: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, step: StepTensors) -> Tensor:
+        if not self._has_latent:
+            return self._tp.all_reduce(self._routed(x_TH, x_TH, step))
+        assert self._input is not None, "a latent width comes with its projection"
+        latent_TL, *shared = self._input(x_TH)
+        routed_TL = self._routed(x_TH, latent_TL, step)
+        if self._shared_output is None:
+            return self._from_latent(self._tp.all_reduce(routed_TL))
+        gate, up = shared
+        shared_TH = self._shared_output(self._activation(gate, up))
+        if self._tp.size > 1:
+            # One collective for both. The routed sum must be complete before its norm.
+            width = routed_TL.shape[1]
+            both = self._tp.all_reduce(torch.cat([routed_TL, shared_TH], dim=-1))
+            routed_TL, shared_TH = both[:, :width], both[:, width:]
+        return self._from_latent(routed_TL) + shared_TH
+
+    def _routed(self, x_TH: Tensor, latent_TL: Tensor, step: StepTensors) -> Tensor:
         """This rank's addend of the experts' weighted sum, [T, L]."""
-        moe = self._moe
         # The choice of experts flips on rounding, so its product is never below float32.
-        logits_TE = functional.linear(x_TH.to(self._router_EH.dtype), self._router_EH)
-        weights_TK, expert_ids_TK = route(
-            logits_TE,
-            self._router_bias_E,
-            moe.num_experts_per_token,
-            moe.score_function,
-            moe.renormalize,
-            moe.routed_scaling_factor,
-            moe.num_expert_groups,
-            moe.topk_group,
+        weights_TK, expert_ids_TK = choose_experts(
+            x_TH, self._router, self._routing, step.num_real_1
         )
         return routed_experts(
             latent_TL,
@@ -144,18 +160,12 @@ class MoeMlp:
             self._gate_up_E2IL,
             self._down_ELI,
             self._activation,
+            self._shared,
         )
 
-    def _reduce(self, routed_TL: Tensor, shared_TH: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Sum both addends over the ranks in one collective.
-
-        The routed sum must be complete before its norm, which is not linear.
-        """
-        if self._tp.size == 1:
-            return routed_TL, shared_TH
-        if shared_TH is None:
-            return self._tp.all_reduce(routed_TL), None
-        if not self._has_latent:
-            return self._tp.all_reduce(routed_TL + shared_TH), None
-        both = self._tp.all_reduce(torch.cat([routed_TL, shared_TH], dim=-1))
-        return both[:, : routed_TL.shape[1]], both[:, routed_TL.shape[1] :]
+    def _from_latent(self, routed_TL: Tensor) -> Tensor:
+        """[T, L] -> [T, H]."""
+        if self._latent_norm is not None:
+            routed_TL = self._latent_norm(routed_TL)
+        assert self._latent_up is not None, "a latent width comes with its projection"
+        return self._latent_up(routed_TL)

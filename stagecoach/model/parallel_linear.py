@@ -4,8 +4,8 @@ Owns how a weight is split and where the ranks meet: a column split needs nothin
 split ends in a sum, the vocabulary in a sum (embedding) or a gather (head). Knows the ranks
 only through `TensorParallel`.
 
-Dimensions: T tokens, R rows, I inputs, O outputs, H hidden size, V vocabulary. None of the
-published layers has a bias.
+Dimensions: T tokens, R rows, I inputs, O outputs, G projections, H hidden size, V vocabulary.
+None of the published layers has a bias.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stagecoach.kernels.linear import float32_sums, grouped_linear, linear
 from stagecoach.model.tensor_split import vocab_shard_size
 from stagecoach.model.weight_slots import WeightScope
 
@@ -68,17 +69,17 @@ class FusedLinear:
         self, weights: WeightScope, num_inputs: int, parts: tuple[LinearPart, ...]
     ) -> None:
         self._sizes = [len(part.names) * part.width for part in parts]
-        self._weight_OI = weights.matrix(sum(self._sizes), num_inputs)
+        self.weight_OI = weights.matrix(sum(self._sizes), num_inputs)
         start = 0
         for part in parts:
             for name in part.names:
-                target = self._weight_OI[start : start + part.width]
+                target = self.weight_OI[start : start + part.width]
                 weights.bind(f"{name}.weight", target, split_dim=0 if part.is_split else None)
                 start += part.width
 
     def __call__(self, x_TI: Tensor) -> tuple[Tensor, ...]:
         """[T, I] -> one [T, O] view for each part, in their order."""
-        return functional.linear(x_TI, self._weight_OI).split_with_sizes(self._sizes, dim=-1)
+        return linear(x_TI, self.weight_OI).split_with_sizes(self._sizes, dim=-1)
 
 
 class ColumnLinear:
@@ -91,7 +92,23 @@ class ColumnLinear:
         weights.bind(f"{name}.weight", self.weight_OI, split_dim=0 if is_split else None)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return functional.linear(x_TI, self.weight_OI)
+        return linear(x_TI, self.weight_OI)
+
+
+class GroupedLinear:
+    """Projections of one size, each with an input of its own; each rank's share of the outputs."""
+
+    def __init__(
+        self, weights: WeightScope, names: tuple[str, ...], sizes: tuple[int, int]
+    ) -> None:
+        self.weight_GOI = weights.matrix(len(names), *sizes)
+        for name, weight_OI in zip(names, self.weight_GOI, strict=True):
+            weights.bind(f"{name}.weight", weight_OI, split_dim=0)
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """[T, G * I], the inputs side by side -> [G, T, O]."""
+        num_groups = len(self.weight_GOI)
+        return grouped_linear(x_TC.unflatten(-1, (num_groups, -1)), self.weight_GOI)
 
 
 class RowLinear:
@@ -103,7 +120,7 @@ class RowLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I of this rank] -> [T, O], this rank's addend."""
-        return functional.linear(x_TI, self.weight_OI)
+        return linear(x_TI, self.weight_OI)
 
 
 class VocabShard:
@@ -142,7 +159,7 @@ class VocabEmbedding:
         self._tp = tp
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
-        """int64 [T] -> [T, H]; every id must lie in the vocabulary."""
+        """Integers [T] -> [T, H]; every id must lie in the vocabulary, nobody's tokens' too."""
         shard = self._shard
         if self._tp.size == 1:
             return functional.embedding(token_ids_T, shard.weight_VH)
@@ -162,7 +179,12 @@ class VocabHead:
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         """[R, H] -> [R, V], at least float32."""
-        logits_RV = functional.linear(x_RH, self._shard.weight_VH)
+        if x_RH.is_cuda:
+            # Rounded to bfloat16, many of the best would be equal.
+            sums_SRV = float32_sums(x_RH, self._shard.weight_VH)
+            logits_RV = sums_SRV[0] if len(sums_SRV) == 1 else sums_SRV.sum(0)
+        else:
+            logits_RV = linear(x_RH, self._shard.weight_VH)
         if self._tp.size > 1:
             logits_RV = self._tp.all_gather(logits_RV, dim=-1)[:, : self._shard.vocab_size]
         return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))

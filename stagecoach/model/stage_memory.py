@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 
 from stagecoach.draft_config import DraftConfig
+from stagecoach.kernels.kda import KdaMemory as KdaMemory  # part of what a stage keeps
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model_config import LayerKind, ModelConfig
 from stagecoach.pipeline.stage import Stage
-
-
-class KdaMemory(NamedTuple):
-    """State slots of one KDA layer."""
-
-    recurrent_SHVK: Tensor  # at least float32: the state after the certain tokens
-    conv_rows_SNC: Tensor  # the rows before their end, oldest first, then those of the drafts
-    record_SNHX: Tensor  # what re-applies each draft: exp(g), k and u; N = 0: no speculation
 
 
 class MlaMemory(NamedTuple):

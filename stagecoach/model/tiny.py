@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,17 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_byte_tokenizer(folder: Path) -> None:
-    """A `tiktoken.model` whose 256 base tokens are the bytes, and its special tokens."""
-    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
+def write_byte_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A `tiktoken.model` of bytes, then pairs and triples of them, and its special tokens."""
+    num_base_tokens = vocab_size - NUM_SPECIAL_TOKENS
+    strings = chain.from_iterable(product(range(256), repeat=length) for length in (1, 2, 3))
+    lines = [
+        f"{base64.b64encode(bytes(string)).decode()} {rank}"
+        for rank, string in enumerate(islice(strings, num_base_tokens))
+    ]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n", encoding="ascii")
     added = {
-        str(NUM_BASE_TOKENS + offset): {
+        str(num_base_tokens + offset): {
             "content": content,
             "lstrip": False,
             "normalized": False,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
-from stagecoach.model.dummy_weights import draw_tensor
+from stagecoach.model.dummy_weights import fill_slot
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import (
     LoadLedger,
@@ -26,6 +26,7 @@ from stagecoach.model.ledger import (
 from stagecoach.model.parallel_linear import TensorParallel
 from stagecoach.model.quantization import GROUP_SIZE, unpack_mxfp4
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
+from stagecoach.model.weight_upload import WeightUpload
 from stagecoach.model_config import ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
 
@@ -48,7 +49,7 @@ Progress = Callable[[LoadProgress], None]
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def load_stage(
+def load_stage(  # noqa: PLR0913 (what one rank is, and where it comes from)
     folder: Path,
     config: ModelConfig,
     stage: Stage,
@@ -57,6 +58,7 @@ def load_stage(
     dummy_seed: int | None = None,
     progress: Progress | None = None,
     taps: Taps | None = None,
+    device: str | torch.device = "cpu",
 ) -> StageModel:
     """Build and fill one rank's model.
 
@@ -66,12 +68,13 @@ def load_stage(
         dummy_seed: draw random weights from this seed; None reads the checkpoint.
         progress: called after every tensor.
         taps: of a drafter; None without one.
+        device: where the parameters live.
 
     Raises:
         CheckpointError: a tensor is missing, unused, mis-shaped, mistyped or unreadable, or a
             file is missing or cut short; the text names files and tensors.
     """
-    model = StageModel(config, stage, tp, dtype, taps=taps)
+    model = StageModel(config, stage, tp, dtype, str(device), taps)
     if dummy_seed is not None:
         fill_dummy(model.slots, dummy_seed, progress)
     else:
@@ -89,7 +92,7 @@ def fill_dummy(slots: list[WeightSlot], seed: int, progress: Progress | None) ->
     """Fill slots with random values that depend on nothing but the seed and their names."""
 
     def fill(slot: WeightSlot) -> None:
-        slot.target.copy_(draw_tensor(slot, seed)[slot.region])
+        fill_slot(slot, seed)
 
     _fill_each(slots, fill, progress)
 
@@ -102,6 +105,7 @@ def fill_from(reader: CheckpointReader, slots: list[WeightSlot], progress: Progr
     """
     fill = _CheckpointFiller(reader)
     _fill_each(sorted(slots, key=fill.file_order), fill, progress)
+    fill.finish()
 
 
 def _fill_each(
@@ -124,6 +128,11 @@ class _CheckpointFiller:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
+        self._upload = WeightUpload()
+
+    def finish(self) -> None:
+        """Wait for copies on their way to a GPU."""
+        self._upload.finish()
 
     def file_order(self, slot: WeightSlot) -> str:
         """Slots sorted by this open each shard once."""
@@ -138,7 +147,7 @@ class _CheckpointFiller:
         else:
             self._check(slot.name, slot.shape)
             part = self._reader.read(slot.name, slot.region)
-        slot.target.copy_(part)
+        self._upload.copy(slot.target, part)
 
     def _read_vector(self, slot: WeightSlot) -> Tensor:
         """A vector stored with axes of length one around it; A_log may be padded at its end."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stagecoach.config import ResolvedSpeculation
 from stagecoach.draft.drafter import Choose
-from stagecoach.runner.noise import (
+from stagecoach.kernels.sampling.noise import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
     TOKEN_STREAM,
@@ -32,6 +32,7 @@ from stagecoach.runner.noise import (
 from stagecoach.runner.sampler import choose_tokens, probabilities
 from stagecoach.runner.sampling_table import PendingTokens, SamplingTable
 from stagecoach.runner.step_inputs import SampleInputs, WindowRows
+from stagecoach.runner.transfer import upload
 
 # Noise of a whole block is made at once, which costs a small model less, up to this many values.
 _MAX_BLOCK_NOISE = 2**21
@@ -45,7 +46,7 @@ class Verdict(NamedTuple):
 
     def newest_rows(self, inputs: SampleInputs) -> Tensor:
         """Which row holds the newest token of each segment: int64 [S]."""
-        first_rows_S = torch.tensor(inputs.first_rows, device=self.token_ids_R.device)
+        first_rows_S = upload(inputs.first_rows, torch.int64, self.token_ids_R.device)
         return first_rows_S if self.num_accepted_S is None else first_rows_S + self.num_accepted_S
 
     def is_output(self, inputs: SampleInputs) -> Tensor | None:
@@ -58,11 +59,30 @@ class Verdict(NamedTuple):
 class AcceptanceRule(Protocol):
     """Chooses drafts, and judges them a step or more later."""
 
-    def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
+    def forced_accepts(
+        self, sampling_rows: Sequence[int], num_drafts: Sequence[int], table: SamplingTable
+    ) -> list[int] | None:
+        """How many drafts of each segment stand whatever the target says; None: it decides.
+
+        Once for every plan, in order.
+
+        Args:
+            sampling_rows: table row of each segment.
+            num_drafts: drafts of each.
+        """
+
+    def verify(
+        self,
+        logits_RV: Tensor,
+        inputs: SampleInputs,
+        table: SamplingTable,
+        forced: Sequence[int] | None,
+    ) -> Verdict:
         """Tokens of the sampled rows; the table is not changed.
 
         Args:
             logits_RV: the target's, for the rows of `inputs`.
+            forced: what `forced_accepts` said of the segments of `inputs`.
         """
 
     def draft_choice(self, rows: Sequence[int], starts_N: Tensor, table: SamplingTable) -> Choose:
@@ -107,7 +127,18 @@ class SharedNoise:
         self._num_draft_tokens = num_draft_tokens
         self._kept: dict[int, _BlockNoise] = {}  # by table row
 
-    def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
+    def forced_accepts(
+        self, sampling_rows: Sequence[int], num_drafts: Sequence[int], table: SamplingTable
+    ) -> None:
+        """The target decides."""
+
+    def verify(
+        self,
+        logits_RV: Tensor,
+        inputs: SampleInputs,
+        table: SamplingTable,
+        forced: Sequence[int] | None = None,
+    ) -> Verdict:
         token_ids_R = self.target_choice(logits_RV, inputs, table)
         if inputs.windows is None:
             return Verdict(token_ids_R, None)
@@ -127,7 +158,9 @@ class SharedNoise:
         num_places = 1 + self._num_draft_tokens
         noise_NKV: Tensor | None = None
         is_random = any(not table.traits(row).is_greedy for row in rows)
-        if is_random and len(rows) * num_places * table.vocab_size <= _MAX_BLOCK_NOISE:
+        # On an accelerator it costs less to make noise again than to look at positions here.
+        is_kept = is_random and table.device.type == "cpu"
+        if is_kept and len(rows) * num_places * table.vocab_size <= _MAX_BLOCK_NOISE:
             noise_NKV = _block_noise(rows, starts_N, num_places, table)
             for row, start, noise_KV in zip(rows, starts_N.tolist(), noise_NKV, strict=True):
                 # A copy: the request may end here, and must not keep its neighbours' noise alive.
@@ -174,7 +207,18 @@ class Rejection:
         self._shared = SharedNoise(num_draft_tokens)
         self._drafts_p: dict[int, list[Tensor]] = {}  # by table row, [V] for each draft
 
-    def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
+    def forced_accepts(
+        self, sampling_rows: Sequence[int], num_drafts: Sequence[int], table: SamplingTable
+    ) -> None:
+        """The target decides."""
+
+    def verify(
+        self,
+        logits_RV: Tensor,
+        inputs: SampleInputs,
+        table: SamplingTable,
+        forced: Sequence[int] | None = None,
+    ) -> Verdict:
         token_ids_R = self._shared.target_choice(logits_RV, inputs, table)
         sampling_rows = [inputs.sampling_rows[first] for first in inputs.first_rows]
         drafts_p = [self._drafts_p.pop(row, []) for row in sampling_rows]
@@ -190,7 +234,7 @@ class Rejection:
                 known += enumerate(p[:num_drafts], start=len(judged))
                 judged += range(first, first + num_drafts)
         if judged:
-            indices_D = torch.tensor(judged, device=token_ids_R.device)
+            indices_D = upload(judged, torch.int64, token_ids_R.device)
             rows = [inputs.sampling_rows[index] for index in judged]
             positions_D, draft_ids_D = inputs.positions_R[indices_D], windows.draft_ids_R[indices_D]
             target_p_DV = probabilities(
@@ -200,7 +244,7 @@ class Rejection:
             draft_p_DV.scatter_(-1, draft_ids_D.unsqueeze(-1), 1.0)
             for place, p_V in known:
                 draft_p_DV[place] = p_V
-            seeds_D = table.seeds_N[torch.tensor(rows, device=table.device)]
+            seeds_D = table.seeds_N[upload(rows, torch.int64, table.device)]
             token_ids_R[indices_D] = judge_drafts(
                 target_p_DV, draft_p_DV, draft_ids_D, seeds_D, positions_D
             )
@@ -212,7 +256,7 @@ class Rejection:
             return self._shared.draft_choice(rows, starts_N, table)
         for index in random:
             self._drafts_p[rows[index]] = []
-        seeds_N = table.seeds_N[torch.tensor(rows, device=table.device)]
+        seeds_N = table.seeds_N[upload(rows, torch.int64, table.device)]
 
         def choose(place: int, logits_NV: Tensor, drafts_NJ: Tensor) -> Tensor:
             positions_N = starts_N + (1 + place)
@@ -238,17 +282,27 @@ class SyntheticAcceptance:
         self._mean_accepted = Fraction(str(length)) - 1
         self._num_windows: dict[int, tuple[int, int]] = {}  # by table row: (request id, count)
 
-    def verify(self, logits_RV: Tensor, inputs: SampleInputs, table: SamplingTable) -> Verdict:
+    def forced_accepts(
+        self, sampling_rows: Sequence[int], num_drafts: Sequence[int], table: SamplingTable
+    ) -> list[int]:
+        return [
+            min(count, self._next_length(row, table)) if count else 0
+            for row, count in zip(sampling_rows, num_drafts, strict=True)
+        ]
+
+    def verify(
+        self,
+        logits_RV: Tensor,
+        inputs: SampleInputs,
+        table: SamplingTable,
+        forced: Sequence[int] | None,
+    ) -> Verdict:
         token_ids_R = self._shared.target_choice(logits_RV, inputs, table)
         windows = inputs.windows
         if windows is None:
             return Verdict(token_ids_R, None)
-        sampling_rows = [inputs.sampling_rows[first] for first in inputs.first_rows]
-        num_accepted = [
-            min(num_drafts, self._next_length(row, table)) if num_drafts else 0
-            for row, num_drafts in zip(sampling_rows, windows.num_drafts_S, strict=True)
-        ]
-        num_accepted_S = torch.tensor(num_accepted, device=token_ids_R.device)
+        assert forced is not None, "the number of accepted drafts is missing"
+        num_accepted_S = upload(forced, torch.int64, token_ids_R.device)
         is_accepted_R = windows.place_R < num_accepted_S[windows.segment_R]
         return Verdict(torch.where(is_accepted_R, windows.draft_ids_R, token_ids_R), num_accepted_S)
 
@@ -304,7 +358,7 @@ def _block_noise(
     rows: Sequence[int], starts_N: Tensor, num_places: int, table: SamplingTable
 ) -> Tensor:
     """The target's noise behind each start: [N, K, V]."""
-    seeds_N = table.seeds_N[torch.tensor(rows, device=table.device)]
+    seeds_N = table.seeds_N[upload(rows, torch.int64, table.device)]
     places_K = torch.arange(1, 1 + num_places, device=starts_N.device)
     return gumbel_noise(
         seeds_N.repeat_interleave(num_places),
@@ -315,7 +369,7 @@ def _block_noise(
 
 
 def _all_pending(drafts_NJ: Tensor) -> PendingTokens:
-    return PendingTokens(drafts_NJ, torch.ones_like(drafts_NJ, dtype=torch.bool))
+    return PendingTokens(drafts_NJ.to(torch.int64), torch.ones_like(drafts_NJ, dtype=torch.bool))
 
 
 def _draw_from(

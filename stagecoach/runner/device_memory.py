@@ -16,6 +16,7 @@ from stagecoach.config import ResolvedConfig
 from stagecoach.model.stage_memory import MemoryShapes, StageMemory, memory_shapes
 from stagecoach.pipeline.stage import Stage
 from stagecoach.runner.memory_moves import MovablePools
+from stagecoach.runner.newest_tokens import NewestTokens
 from stagecoach.runner.slot_tags import SlotTags
 from stagecoach.runner.state_differences import state_differences
 from stagecoach.schedule.step_plan import StepPlan
@@ -24,11 +25,23 @@ from stagecoach.schedule.step_plan import StepPlan
 _FREE_MEMORY_SHARE = 0.25
 
 
-def memory_needs(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryNeeds:
-    """What a page and a slot cost with this worker's layers, and what it may spend."""
+def memory_needs(
+    config: ResolvedConfig,
+    stage: Stage,
+    dtype: torch.dtype,
+    measured_bytes: int | None = None,
+    gpu_bytes: int = 0,
+) -> MemoryNeeds:
+    """What a page and a slot cost with this worker's layers, and what it may spend.
+
+    Args:
+        measured_bytes: what an accelerator has left for pages and slots; None on CPU.
+        gpu_bytes: the worker's part of all bytes of that accelerator.
+    """
     engine = config.engine
-    shapes = _shapes(config, stage, dtype)
-    available = engine.kv_cache_memory_bytes
+    shapes = shapes_of(config, stage, dtype)
+    is_measured = engine.kv_cache_memory_bytes is None and measured_bytes is not None
+    available = measured_bytes if is_measured else engine.kv_cache_memory_bytes
     if available is None:
         free = psutil.virtual_memory().available
         available = int(free * _FREE_MEMORY_SHARE / engine.num_workers)
@@ -36,6 +49,8 @@ def memory_needs(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> Me
         bytes_per_page=shapes.bytes_per_page(engine.block_size),
         bytes_per_slot=shapes.bytes_per_slot,
         available_bytes=available,
+        gpu_bytes=gpu_bytes if is_measured else 0,
+        gpu_share=engine.gpu_memory_utilization if is_measured else 0.0,
     )
 
 
@@ -46,8 +61,9 @@ class DeviceMemory:
         self, config: ResolvedConfig, stage: Stage, dtype: torch.dtype, plan: MemoryPlan
     ) -> None:
         is_debugging, block_size = config.engine.debug_poison, config.engine.block_size
-        shapes = _shapes(config, stage, dtype)
-        device = config.engine.device
+        shapes = shapes_of(config, stage, dtype)
+        device = config.device
+        self.plan = plan
         self.stage_memory: StageMemory = shapes.allocate(
             plan.num_slots, plan.num_pages * block_size, device
         )
@@ -57,16 +73,23 @@ class DeviceMemory:
         fill = torch.nan if is_debugging else 0.0
         self._pools = MovablePools(self.stage_memory, block_size, fill)
         self._host_pools = MovablePools(self.host_memory, block_size, fill)
-        self._tags = SlotTags() if is_debugging else None
+        self._tags: SlotTags | None = None
+        self._is_debugging = is_debugging
         if is_debugging:
-            self._pools.scrub(
-                [page for page in range(plan.num_pages) if page != NULL_PAGE],
-                [slot for slot in range(plan.num_slots) if slot != ZERO_SLOT],
-            )
+            self._poison()
             self._host_pools.scrub(range(plan.num_host_pages), range(plan.num_host_slots))
 
-    def prepare(self, plan: StepPlan) -> tuple[float, ...]:
+    def reset(self) -> None:
+        """As it was when allocated, at the same addresses; nothing was stored on the host yet."""
+        self._pools.clear()
+        if self._is_debugging:
+            self._poison()
+
+    def prepare(self, plan: StepPlan, newest: NewestTokens | None = None) -> tuple[float, ...]:
         """Move what the plan moves, then compare what it compares.
+
+        Args:
+            newest: what chained windows compute, which debug mode must know.
 
         Returns:
             One a comparison, as `state_differences` measures it.
@@ -75,13 +98,21 @@ class DeviceMemory:
             AssertionError: in debug mode, a slot holds another state than the plan says.
         """
         if self._tags is not None:
-            self._tags.follow(plan)
+            self._tags.follow(plan if newest is None else newest.told(plan))
         if plan.moves != NO_MOVES:
             self._pools.apply(plan.moves, self._host_pools)
         return state_differences(self.stage_memory, plan.comparisons)
 
+    def _poison(self) -> None:
+        self._tags = SlotTags()
+        self._pools.scrub(
+            [page for page in range(self.plan.num_pages) if page != NULL_PAGE],
+            [slot for slot in range(self.plan.num_slots) if slot != ZERO_SLOT],
+        )
 
-def _shapes(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryShapes:
+
+def shapes_of(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> MemoryShapes:
+    """What one slot and one cache row of this worker take."""
     return memory_shapes(
         config.model,
         stage,

@@ -1,7 +1,8 @@
 """The moves of a plan: pages and slots to the host tier and back, cleared, and copied.
 
-Owns how they are carried out, each list at once over every tensor. What is moved, and that no
-move undoes another of the same plan, is decided where the plan is made.
+Owns how they are carried out, each list at once over every tensor; on an accelerator in the order
+of the current stream, for which the host does not wait. What is moved, and that no move undoes
+another of the same plan, is decided where the plan is made.
 
 Dimensions: P pages, B rows of a page, D width of a cache row, N pages or slots of one list.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from stagecoach.cache.memory_moves import MemoryMoves, PageCopy, Transfer
 from stagecoach.model.stage_memory import KdaMemory, StageMemory
+from stagecoach.runner.transfer import to_device, upload
 
 
 def moves_pages(moves: MemoryMoves) -> bool:
@@ -51,10 +53,15 @@ class MovablePools:
         _transfer(moves.load_slots, self._slots, host._slots, to_host=False)
         self._copy(moves.copies)
 
+    def clear(self) -> None:
+        """Fill everything with zeros."""
+        for pool in (*self._pages, *self._slots):
+            pool.zero_()
+
     def scrub(self, page_ids: Sequence[int], slots: Sequence[int]) -> None:
         for pools, numbers in ((self._pages, page_ids), (self._slots, slots)):
             if numbers and pools:
-                numbers_N = torch.tensor(numbers, device=pools[0].device)
+                numbers_N = upload(numbers, torch.int64, pools[0].device)
                 for pool in pools:
                     pool.index_fill_(0, numbers_N, self._fill)
 
@@ -68,8 +75,10 @@ class MovablePools:
         places_B = torch.arange(self._block_size)
         is_copied_NB = places_B < count_N1
         device = self._pages[0].device
-        source_rows = (source_N1 * self._block_size + places_B)[is_copied_NB].to(device)
-        target_rows = (target_N1 * self._block_size + places_B)[is_copied_NB].to(device)
+        source_rows, target_rows = (
+            to_device((page_N1 * self._block_size + places_B)[is_copied_NB], device)
+            for page_N1 in (source_N1, target_N1)
+        )
         for pages_PBD in self._pages:
             rows_RD = pages_PBD.flatten(0, 1)
             rows_RD.index_copy_(0, target_rows, rows_RD.index_select(0, source_rows))
@@ -80,10 +89,25 @@ def _transfer(
 ) -> None:
     if not transfers or not device:
         return
+    if device[0].is_cuda:
+        _transfer_pinned(transfers, device, host, to_host=to_host)
+        return
     device_N, host_N = torch.tensor([(item.device, item.host) for item in transfers]).unbind(1)
     sides = ((device, device_N), (host, host_N))
     (sources, source_N), (targets, target_N) = sides if to_host else sides[::-1]
-    source_N, target_N = source_N.to(sources[0].device), target_N.to(targets[0].device)
     for source, target in zip(sources, targets, strict=True):
-        moved = source.index_select(0, source_N)
-        target.index_copy_(0, target_N, moved.to(target.device))
+        target.index_copy_(0, target_N, source.index_select(0, source_N))
+
+
+def _transfer_pinned(
+    transfers: Sequence[Transfer], device: list[Tensor], host: list[Tensor], *, to_host: bool
+) -> None:
+    """Piece by piece between a device and pinned memory, so that the host waits for nothing.
+
+    What a later plan loads was stored on the same stream before.
+    """
+    for on_device, on_host in zip(device, host, strict=True):
+        for transfer in transfers:
+            ours, theirs = on_device[transfer.device], on_host[transfer.host]
+            source, target = (ours, theirs) if to_host else (theirs, ours)
+            target.copy_(source, non_blocking=True)

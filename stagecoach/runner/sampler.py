@@ -24,9 +24,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.kernels.sampling import SamplingRows
+from stagecoach.kernels.sampling import choose_tokens as choose_rows
+from stagecoach.kernels.sampling.noise import gumbel_noise, gumbel_noise_at
 from stagecoach.runner.logprobs import TopTokens, as_float, top_tokens
-from stagecoach.runner.noise import gumbel_noise, gumbel_noise_at
 from stagecoach.runner.sampling_table import Parameter, PendingTokens, RowTraits, SamplingTable
+from stagecoach.runner.transfer import upload
 
 # top_p looks this far down the ranking first, and further only where that mass is not enough.
 _FIRST_LOOK = 128
@@ -64,7 +67,7 @@ def choose_tokens(
     draw = _draw(edited_RV, rows, positions_R, table, noise_RV).pick(random)
     token_ids_Q = torch.empty_like(draw.positions_Q)
     for shortlist in _shortlists(draw):
-        token_ids_Q[shortlist.indices] = _noisy_argmax(shortlist)
+        token_ids_Q[_index(shortlist.indices, table)] = _noisy_argmax(shortlist)
     if len(random) == len(rows):
         return token_ids_Q
     token_ids_R = edited_RV.argmax(-1)
@@ -98,7 +101,7 @@ def probabilities(
             p_QK = torch.zeros_like(shortlist.draw.logits_QV).scatter_(
                 -1, shortlist.token_ids_QK, p_QK
             )
-        p_QV[shortlist.indices] = p_QK
+        p_QV[_index(shortlist.indices, table)] = p_QK
     p_RV[_index(random, table)] = p_QV
     return p_RV
 
@@ -147,7 +150,7 @@ def _block_ends(
         for index in blocked
         for token_id in traits[index].blocked_ids
     ]
-    rows_B, before_B, ids_B = torch.tensor(places, device=edited_RV.device).unbind(-1)
+    rows_B, before_B, ids_B = upload(places, torch.int64, edited_RV.device).unbind(-1)
     is_early_B = positions_R[rows_B] < before_B
     edited_RV[rows_B, ids_B] = edited_RV[rows_B, ids_B].masked_fill(is_early_B, -torch.inf)
 
@@ -180,7 +183,7 @@ class _Draw(NamedTuple):
         """Some of its rows, in ascending order."""
         if len(indices) == len(self.traits):
             return self
-        indices_Q = torch.tensor(indices, device=self.logits_QV.device)
+        indices_Q = upload(indices, torch.int64, self.logits_QV.device)
         return _Draw(
             logits_QV=self.logits_QV[indices_Q],
             parameters_QP=self.parameters_QP[indices_Q],
@@ -250,7 +253,7 @@ def _shortlists(draw: _Draw) -> Iterator[_Shortlist]:
 def _cut_by_top_k(indices: list[int], draw: _Draw) -> _Shortlist:
     top_k = [item.top_k for item in draw.traits if item.top_k is not None]
     best = top_tokens(draw.logits_QV, max(top_k))
-    top_k_Q1 = torch.tensor(top_k, device=best.values_RK.device).unsqueeze(-1)
+    top_k_Q1 = upload(top_k, torch.int64, best.values_RK.device).unsqueeze(-1)
     ranks_K = torch.arange(max(top_k), device=top_k_Q1.device)
     best = best._replace(values_RK=best.values_RK.masked_fill(ranks_K >= top_k_Q1, -torch.inf))
     mass_QK = best.values_RK.to(torch.float64).exp().cumsum(-1)
@@ -296,6 +299,8 @@ def _noisy_argmax(shortlist: _Shortlist) -> Tensor:
     vocab_size = draw.logits_QV.shape[-1]
     noise_QV = draw.noise_QV
     is_sparse = token_ids_QK is not None and 4 * values_QK.shape[-1] < vocab_size
+    if noise_QV is None and token_ids_QK is None and values_QK.is_cuda:
+        return _draw_on_device(draw, values_QK)
     if noise_QV is None and not is_sparse:
         noise_QV = gumbel_noise(draw.seeds_Q, draw.positions_Q, vocab_size, values_QK.device)
     if token_ids_QK is None:
@@ -309,9 +314,23 @@ def _noisy_argmax(shortlist: _Shortlist) -> Tensor:
     return token_ids_QK.gather(-1, chosen_Q1).squeeze(-1)
 
 
+def _draw_on_device(draw: _Draw, values_QV: Tensor) -> Tensor:
+    """The same in one pass: the greatest value of a row is 0, so that nothing is scaled anew."""
+    num_rows, device = len(values_QV), values_QV.device
+    rows = SamplingRows(
+        sampling_rows_B=torch.arange(num_rows, dtype=torch.int32, device=device),
+        segment_T=None,
+        positions_T=draw.positions_Q,
+        position_offset=0,
+        temperatures_N=torch.ones(num_rows, device=device),
+        seeds_N=draw.seeds_Q,
+    )
+    return choose_rows(values_QV, rows).token_ids_T.to(torch.int64)
+
+
 def _column(parameters_QP: Tensor, parameter: Parameter) -> Tensor:
     return parameters_QP[:, parameter, None]
 
 
 def _index(numbers: Sequence[int], table: SamplingTable) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=table.device)
+    return upload(numbers, torch.int64, table.device)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stagecoach.runner.transfer import upload
 from stagecoach.schedule.step_plan import SamplingEntry
 
 
@@ -62,6 +63,19 @@ class RowTraits:
     is_plain: bool  # greedy without anything that edits logits: one argmax
 
 
+def is_simple(entry: SamplingEntry, vocab_size: int) -> bool:
+    """Whether a row is greedy or has a temperature, and nothing else: neither what edits or cuts
+    logits, nor log-probabilities."""
+    params = entry.params
+    is_edited = (
+        params.has_penalties
+        or bool(params.logit_bias)
+        or bool(params.min_tokens and entry.stop_token_ids)
+    )
+    is_cut = params.top_p < 1.0 or params.min_p > 0.0 or 0 < params.top_k < vocab_size
+    return params.logprobs is None and not is_edited and (params.is_greedy or not is_cut)
+
+
 class SamplingTable:
     """One row a running request; filled by `admit`, advanced by `append`.
 
@@ -92,13 +106,9 @@ class SamplingTable:
         assert len(set(rows)) == len(rows), f"row admitted twice: {rows}"
         assert all(0 <= row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
         parameters = [_parameters(entry) for entry in entries]
-        rows_R = torch.tensor(rows, device=self.device)
-        self.parameters_NP[rows_R] = torch.tensor(
-            parameters, dtype=torch.float64, device=self.device
-        )
-        self.seeds_N[rows_R] = torch.tensor(
-            [entry.seed for entry in entries], dtype=torch.int64, device=self.device
-        )
+        rows_R = self._ids(rows)
+        self.parameters_NP[rows_R] = upload(parameters, torch.float64, self.device)
+        self.seeds_N[rows_R] = self._ids([entry.seed for entry in entries])
         for entry in entries:
             self._traits[entry.row] = self._traits_of(entry)
             if entry.params.has_penalties:
@@ -118,13 +128,18 @@ class SamplingTable:
         if not indices:
             return
         counts_NV, _ = self._token_tables()
-        rows_P = torch.tensor([rows[index] for index in indices], device=self.device)
-        indices_P = torch.tensor(indices, device=self.device)
+        rows_P = self._ids([rows[index] for index in indices])
+        indices_P = self._ids(indices)
         token_ids_P = token_ids_R.to(self.device)[indices_P]
         amounts = counts_NV.new_ones(())
         if is_output_R is not None:
             amounts = is_output_R.to(self.device)[indices_P].to(counts_NV.dtype)
         counts_NV.index_put_((rows_P, token_ids_P), amounts, accumulate=True)
+
+    @property
+    def temperatures_N(self) -> Tensor:
+        """float64, 0 for greedy rows; a view."""
+        return self.parameters_NP[:, Parameter.TEMPERATURE]
 
     def traits(self, row: int) -> RowTraits:
         """What the host knows of an admitted row."""
@@ -146,9 +161,7 @@ class SamplingTable:
         if params.logit_bias:
             bias = (
                 self._ids(params.logit_bias),
-                torch.tensor(
-                    list(params.logit_bias.values()), dtype=torch.float64, device=self.device
-                ),
+                upload(list(params.logit_bias.values()), torch.float64, self.device),
             )
         # An end token beyond the head's vocabulary cannot be sampled and needs no mask.
         blocked_ids: tuple[int, ...] = ()
@@ -192,7 +205,7 @@ class SamplingTable:
         return self._output_counts_NV, self._is_in_prompt_NV
 
     def _ids(self, token_ids: Iterable[int]) -> Tensor:
-        return torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
+        return upload(list(token_ids), torch.int64, self.device)
 
 
 def _parameters(entry: SamplingEntry) -> list[float]:

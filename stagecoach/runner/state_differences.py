@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stagecoach.kernels.kda import read_states
 from stagecoach.model.stage_memory import KdaMemory, StageMemory
+from stagecoach.runner.transfer import upload
 from stagecoach.schedule.step_plan import Comparison
 
 
@@ -29,7 +30,7 @@ def state_differences(memory: StageMemory, comparisons: Sequence[Comparison]) ->
     slots = [item.slot for item in comparisons] + [item.other_slot for item in comparisons]
     replay = [item.replay for item in comparisons] + [item.other_replay for item in comparisons]
     device = layers[0].recurrent_SHVK.device
-    slots_M, replay_M = torch.tensor(slots, device=device), torch.tensor(replay, device=device)
+    slots_M, replay_M = (upload(numbers, torch.int64, device) for numbers in (slots, replay))
     worst_C = torch.zeros(len(comparisons), dtype=torch.float64, device=device)
     for recurrent_SHVK, conv_rows_SNC, record_SNHX in layers:
         states_MHVK = read_states(recurrent_SHVK, record_SNHX, slots_M, replay_M, max(replay))

@@ -194,6 +194,7 @@ def _block_context(plan: StepPlan, step: StepTensors) -> Tensor:
     parts = []
     first = 0
     for span in step.spans():
+        assert isinstance(span.group, SegmentGroup), "a block of a packed step is built elsewhere"
         rows_BL = span.group.context_rows_BL
         segments = plan.segments[first : first + len(rows_BL)]
         first += len(segments)

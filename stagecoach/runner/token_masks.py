@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from stagecoach.runner.step_inputs import SampleInputs
+from stagecoach.runner.transfer import to_device, upload
 from stagecoach.schedule.step_plan import StepPlan
 
 
@@ -40,7 +41,7 @@ def mask_logits(logits_RV: Tensor, rows: list[int], masks: bytes) -> Tensor:
     biases_CV = unpack_masks(masks, len(rows), logits_RV)
     if len(rows) == len(logits_RV):
         return biases_CV.add_(logits_RV)
-    return logits_RV.index_add(0, torch.tensor(rows, device=logits_RV.device), biases_CV)
+    return logits_RV.index_add(0, upload(rows, torch.int64, logits_RV.device), biases_CV)
 
 
 def unpack_masks(masks: bytes, num_rows: int, logits_RV: Tensor) -> Tensor:
@@ -51,9 +52,8 @@ def unpack_masks(masks: bytes, num_rows: int, logits_RV: Tensor) -> Tensor:
         f"{len(masks)} bytes of masks for {num_rows} rows of {vocab_size} tokens"
     )
     bytes_CB = torch.frombuffer(bytearray(masks), dtype=torch.uint8).view(num_rows, num_bytes)
-    biases_CB8 = embedding(
-        bytes_CB.to(logits_RV.device, torch.int32), _byte_biases(logits_RV.dtype, logits_RV.device)
-    )
+    bytes_CB = to_device(bytes_CB, logits_RV.device).to(torch.int32)
+    biases_CB8 = embedding(bytes_CB, _byte_biases(logits_RV.dtype, logits_RV.device))
     return biases_CB8.flatten(1)[:, :vocab_size]
 
 

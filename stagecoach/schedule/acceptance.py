@@ -34,9 +34,13 @@ class PlaceRates:
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Count a window: its first `num_accepted` drafts stood, the next one, if any, fell."""
-        for place in range(min(num_drafts, num_accepted + 1)):
-            self._tries[place] = self._tries[place] * self._keep + 1
-            self._hits[place] = self._hits[place] * self._keep + (place < num_accepted)
+        tries, hits, keep = self._tries, self._hits, self._keep
+        for place in range(num_accepted):
+            tries[place] = tries[place] * keep + 1
+            hits[place] = hits[place] * keep + 1
+        if num_accepted < num_drafts:
+            tries[num_accepted] = tries[num_accepted] * keep + 1
+            hits[num_accepted] *= keep
 
     def blended(self, elsewhere: Sequence[float] | None = None) -> list[float]:
         """The rate of each place, between 0 and 1; where tries are few, close to `elsewhere`.

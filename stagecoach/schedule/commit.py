@@ -11,10 +11,10 @@ import msgspec
 from stagecoach.errors import GrammarError, NonFiniteError, StagecoachError
 from stagecoach.request import Constraint, FinishReason, Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.step_plan import RowResult, Segment
-from stagecoach.schedule.verify_window import VerifyWindow
+from stagecoach.schedule.verify_window import standing_behind
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one commit (or an abort) made known about one request."""
 
     request_id: int
@@ -114,7 +114,7 @@ def apply_row(
         assert len(logprobs) == len(committed.token_ids), f"logprobs are missing: {row}"
         request.output_logprobs.extend(logprobs)
     request.output_token_ids.extend(committed.token_ids)
-    request.is_sample_in_flight = False
+    request.num_samples_in_flight -= 1
     request.finish_reason = committed.finish_reason
     if committed.finish_reason is None:
         _take_drafts(request, row)
@@ -150,9 +150,10 @@ def _take_drafts(request: Request, row: RowResult) -> None:
 
 def _stand_behind(request: Request, segment: Segment, row: RowResult) -> None:
     """Move the request's progress behind what the row accepts, and count it."""
-    standing = VerifyWindow.of(segment).standing(row.token_ids)
-    request.num_computed, request.num_replay = standing
+    standing = standing_behind(segment, row.token_ids)
+    # Without drafts it stood there from the plan on; a chained window may stand behind it.
     if segment.num_draft_tokens:
+        request.num_computed, request.num_replay = standing
         request.num_windows += 1
         request.num_draft_tokens += segment.num_draft_tokens
         request.num_accepted_tokens += standing.num_replay

@@ -6,6 +6,7 @@ may be. Knows no tensor, no clock and no plan; decisions change the speed, never
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from stagecoach.config import ResolvedSpeculation
@@ -60,8 +61,9 @@ class DraftPolicy:
         self._rates = PlaceRates(self._num_places, _SHARED_MEMORY)
         self._num_windows = 0
         self._num_proposed = 0
-        self._drafted = [0] * self._num_places
-        self._accepted = [0] * self._num_places
+        # Windows by the drafts that they verified, and by those that stood.
+        self._by_drafted = [0] * (self._num_places + 1)
+        self._by_accepted = [0] * (self._num_places + 1)
         self._lengths = [0] * (self._num_places + 1)
 
     def choose_lengths(self, candidates: Sequence[Candidate], num_other_tokens: int) -> list[int]:
@@ -109,9 +111,8 @@ class DraftPolicy:
         assert 0 < num_drafts <= self._num_places, f"{num_drafts} drafts"
         assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts"
         self._num_windows += 1
-        for place in range(num_drafts):
-            self._drafted[place] += 1
-            self._accepted[place] += place < num_accepted
+        self._by_drafted[num_drafts] += 1
+        self._by_accepted[num_accepted] += 1
         self._request(request_id).rates.note(num_drafts, num_accepted)
         self._rates.note(num_drafts, num_accepted)
         if self._watchdog is not None:
@@ -137,13 +138,14 @@ class DraftPolicy:
 
     def stats(self) -> SpeculationStats:
         watchdog = self._watchdog
+        drafted, accepted = _at_least(self._by_drafted), _at_least(self._by_accepted)
         return SpeculationStats(
             num_windows=self._num_windows,
             num_proposed_tokens=self._num_proposed,
-            num_draft_tokens=sum(self._drafted),
-            num_accepted_tokens=sum(self._accepted),
-            drafted_per_position=tuple(self._drafted),
-            accepted_per_position=tuple(self._accepted),
+            num_draft_tokens=sum(drafted),
+            num_accepted_tokens=sum(accepted),
+            drafted_per_position=drafted,
+            accepted_per_position=accepted,
             window_lengths=tuple(self._lengths),
             is_paused=watchdog is not None and watchdog.is_paused,
             num_pauses=0 if watchdog is None else watchdog.num_pauses,
@@ -211,3 +213,9 @@ class DraftPolicy:
             num_places=self._num_places,
             num_in_flight=self._num_in_flight,
         )
+
+
+def _at_least(counts: Sequence[int]) -> tuple[int, ...]:
+    """How many of what was counted by size are of size 1 or more, of 2 or more, and so on."""
+    totals = list(accumulate(reversed(counts[1:])))
+    return tuple(reversed(totals))

@@ -9,7 +9,7 @@ from stagecoach.errors import PlanDivergenceError
 from stagecoach.request import Request
 from stagecoach.schedule.plan_draft import PlanInFlight
 from stagecoach.schedule.queues import Queues
-from stagecoach.schedule.step_plan import StepResult, plan_digest
+from stagecoach.schedule.step_plan import StepResult
 
 
 def check_queues(queues: Queues, requests: Mapping[int, Request]) -> None:
@@ -36,7 +36,7 @@ def check_result(launched: PlanInFlight, result: StepResult) -> None:
     assert result.step == plan.step, (
         f"results come in launch order: step {result.step} came, {plan.step} is the oldest"
     )
-    digest = plan_digest(launched.encoded)
+    digest = launched.digest
     if result.digest != digest:
         raise PlanDivergenceError(
             f"step {plan.step}: the worker ran plan {result.digest.hex()}, "

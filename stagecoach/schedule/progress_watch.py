@@ -5,11 +5,13 @@ Changes nothing: who gets memory is the scheduler's choice, and its order of sen
 neither case can occur. This is what notices when that reasoning, or the code behind it, is wrong.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagecoach.request import Request
 from stagecoach.schedule.queues import Queues
+from stagecoach.schedule.request_memory import RequestMemory
+from stagecoach.schedule.seniority import Seniority
 
 # A report must stay readable with thousands of requests in the queue.
 _MOST_LINES = 20
@@ -24,8 +26,8 @@ class ProgressWatch:
     twice as many if the second copy of a prompt that verifies a hit is computed in between.
     """
 
-    def __init__(self, *, max_model_len: int, num_stages: int) -> None:
-        self.limit = 2 * (max_model_len + num_stages)
+    def __init__(self, *, max_model_len: int, most_in_flight: int) -> None:
+        self.limit = 2 * (max_model_len + most_in_flight)
         self.num_plans = 0
 
     @property
@@ -51,11 +53,7 @@ class Blocked(NamedTuple):
     wants_slot: bool = False
 
 
-def blocked_requests(
-    queues: Queues,
-    pages_to_start: Callable[[Request], int],
-    num_open_positions: Callable[[Request], int],
-) -> list[Blocked]:
+def blocked_requests(queues: Queues, seniority: Seniority, memory: RequestMemory) -> list[Blocked]:
     """All requests that are alive, those that run first, with what each waits for."""
     blocked = []
     for request in queues.running.values():
@@ -64,10 +62,12 @@ def blocked_requests(
             place = "between chunks"
         elif request.request_id in queues.ready:
             place = "ready to decode"
-        needs_page = num_open_positions(request) <= 0
+        needs_page = memory.num_open_positions(request) <= 0
         blocked.append(Blocked(request, place, num_wanted_pages=int(needs_page)))
     for request in queues.waiting:
-        blocked.append(Blocked(request, "waiting", pages_to_start(request), wants_slot=True))
+        blocked.append(
+            Blocked(request, "waiting", seniority.pages_to_start(request), wants_slot=True)
+        )
     return blocked
 
 

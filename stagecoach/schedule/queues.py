@@ -7,6 +7,7 @@ a sample in flight. Knows neither memory nor plans.
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, islice
 
 from stagecoach.request import Request
 
@@ -39,9 +40,22 @@ class Queues:
                 return name
         return "sampling" if request.request_id in self.running else "waiting"
 
+    def oldest(self, count: int) -> list[tuple[Request, str]]:
+        """Up to `count` of clients with their states: those that run, then those that wait."""
+        alive = (item for item in chain(self.running.values(), self.waiting) if not item.is_shadow)
+        return [(request, self.state_of(request)) for request in islice(alive, count)]
+
     def chunk_order(self) -> list[Request]:
         """Requests between two chunks, those that nobody waits for last."""
         return sorted(self.prefilling.values(), key=lambda request: request.is_shadow)
+
+    def prompt_spans(self, num_seats: int) -> Iterator[tuple[int, int]]:
+        """Tokens [start, end) that are still to be planned: of those that run, then of those that
+        wait, as many as there are seats for."""
+        for request in self.prefilling.values():
+            yield request.num_computed, request.num_tokens
+        for request in islice(self.waiting, max(0, num_seats - len(self.running))):
+            yield 0, request.num_tokens
 
     def stop(self, request: Request) -> None:
         """It loses its place, wherever it is."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from stagecoach.cache.id_pool import IdPool
 from stagecoach.cache.prefix_cache import Checkpoint, Hit, PrefixCache
 from stagecoach.cache.prefix_hash import BlockChain, salted_root
-from stagecoach.cache.state_slots import ZERO_SLOT
+from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS, ZERO_SLOT
 from stagecoach.request import Request
 from stagecoach.schedule.checkpoint_positions import (
     Ladder,
@@ -42,8 +42,9 @@ class LastState(NamedTuple):
 def last_state(request: Request) -> LastState:
     """What the slot of a request holds when the plans in flight have run.
 
-    A sample in flight leaves the state after all committed tokens, whatever the row. Otherwise
-    the newest token counts as not forwarded, as it is without drafts: a row that was cut at a
+    A sample in flight leaves the state after all committed tokens, whatever the row; a window
+    chained to it, one behind a token that nobody knows, which is not asked for here. Otherwise the
+    newest token counts as not forwarded, as it is without drafts: a row that was cut at a
     stop has forwarded it as an accepted draft.
     """
     if request.is_sample_in_flight:
@@ -183,18 +184,24 @@ class RequestMemory:
         """Publish the pages that tokens [0, end) fill, and file states, as their plan is made.
 
         Args:
-            end: of the segment's certain tokens, which begin at `num_computed`.
+            end: of the segment's certain tokens, which begin at `num_computed`. A page that the
+                token of a chained window fills has no name yet: the next segment publishes it.
             is_window: the segment folds what it replays row by row and can keep states there.
         """
         if not request.is_filed:
             return ()
         prefix = self._prefixes[request.request_id]
         owner = owner_of(request.request_id, request.epoch)
-        if end // self._block_size > prefix.chain.num_published:
-            self.cache.publish(prefix.chain, request.page_ids, end, owner)
+        num_known = min(end, request.num_tokens)
+        if num_known // self._block_size > prefix.chain.num_published:
+            self.cache.publish(prefix.chain, request.page_ids, num_known, owner)
         first = request.num_computed - (request.num_replay if is_window else 0)
+        rungs = prefix.ladder.rungs(first, end)
+        if not rungs:
+            return ()
+        assert end == num_known, f"files a state under tokens that nobody knows: {request}"
         saves = []
-        for position, claim in prefix.ladder.rungs(first, end):
+        for position, claim in rungs:
             slot = self.cache.save(
                 prefix.chain,
                 request.page_ids,
@@ -210,11 +217,22 @@ class RequestMemory:
                 self.cache.note_end(prefix.chain, position, prefix.continued)
         return tuple(sorted(saves, key=lambda save: save.position))
 
+    def passes_rung(self, request: Request, end: int) -> bool:
+        """Whether a window that ends there would file a state."""
+        if not request.is_filed:
+            return False
+        ladder = self._prefixes[request.request_id].ladder
+        return bool(ladder.rungs(request.num_computed - request.num_replay, end))
+
     def release(self, request: Request) -> None:
-        """Free all that a request holds; its last state and the pages up to it stay cached."""
+        """Free all that a request holds; its last state and the pages up to it stay cached.
+
+        Not so a state behind a token that is still to be sampled: it has no name.
+        """
         if request.slot is None:
             return
-        has_state = request.read_slot == request.slot
+        is_nameless = request.num_samples_in_flight > 1
+        has_state = request.read_slot == request.slot and not is_nameless
         if request.is_filed and has_state:
             chain, owner = self.chain(request), owner_of(request.request_id, request.epoch)
             position, replay = last_state(request)
@@ -261,6 +279,14 @@ class RequestMemory:
         if prefix.suspect is not None:
             self.cache.quarantine(prefix.suspect)
             prefix.suspect = None
+
+    def slot_states(self, running: Collection[Request]) -> bytes:
+        """One byte a state slot, from slot 1 on: 0 vacant, 1 a request's, 2 a checkpoint's."""
+        states = bytearray(self.cache.taken_slots.replace(b"\x01", b"\x02"))
+        for request in running:
+            assert request.slot is not None, f"runs without a slot: {request}"
+            states[request.slot - NUM_RESERVED_SLOTS] = 1
+        return bytes(states)
 
     def check_integrity(self, running: Collection[Request]) -> None:
         """Prove that every page, slot and row is where it must be, and no token without one."""

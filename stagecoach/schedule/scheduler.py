@@ -10,25 +10,21 @@ the oldest plan's result. Knows no tensor, no clock and no process.
 """
 
 from collections import deque
-from itertools import chain, islice
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.prefix_cache import Hit, PrefixCache
-from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
 from stagecoach.errors import StalledError
 from stagecoach.request import FinishReason, Request
 from stagecoach.schedule.admission import check_request
+from stagecoach.schedule.chaining import Chaining
 from stagecoach.schedule.chunking import chunk_length, cohort_size
 from stagecoach.schedule.commit import Progress, apply_row, progress_of
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.drafting import Drafting, WindowRoom
 from stagecoach.schedule.integrity import check_in_flight, check_queues, check_result
 from stagecoach.schedule.plan_draft import PlanDraft, PlanInFlight
-from stagecoach.schedule.progress_watch import (
-    ProgressWatch,
-    blocked_requests,
-    stall_report,
-)
+from stagecoach.schedule.prefill_shares import PrefillShares
+from stagecoach.schedule.progress_watch import ProgressWatch, blocked_requests, stall_report
 from stagecoach.schedule.queues import Queues
 from stagecoach.schedule.request_memory import RequestMemory, owner_of
 from stagecoach.schedule.seniority import Seniority
@@ -59,6 +55,8 @@ class Scheduler:
         num_draft_tokens: int = 0,
         first_step: int = 0,
         shadows: Shadows | None = None,
+        prefill: PrefillShares | None = None,
+        is_chaining: bool = False,
         debug_poison: bool = False,
     ) -> None:
         """Nobody else may use the cache, which owns all pages and slots.
@@ -70,7 +68,10 @@ class Scheduler:
             num_draft_tokens: most drafts of a window.
             first_step: number of the first plan; the workers have executed those before.
             shadows: over the same cache; None: no hit is verified.
+            prefill: how prompts are divided; None: a plan takes all that its budget allows.
+            is_chaining: a plan is made ahead (`chaining.py`); one stage only, and no policy.
         """
+        assert not is_chaining or (num_stages == 1 and policy is None), "chained to several"
         self._num_stages = num_stages
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -90,10 +91,13 @@ class Scheduler:
         )
 
         self.shadows = shadows or Shadows(cache, rate=0.0, tolerance=0.0, num_workers=1)
-        self._watch = ProgressWatch(max_model_len=max_model_len, num_stages=num_stages)
+        self._prefill = prefill or PrefillShares(num_stages=1, budget=max_num_batched_tokens)
+        self._most_in_flight = most_in_flight = num_stages + is_chaining
+        self._watch = ProgressWatch(max_model_len=max_model_len, most_in_flight=most_in_flight)
         self._requests: dict[int, Request] = {}  # with the shadows that run
         self._queues = Queues()
         self._seniority = Seniority(self._queues, self._memory, cache, block_size=block_size)
+        self._chaining = Chaining(num_stages, self._queues, self._memory, self._seniority)
         self._in_flight: deque[PlanInFlight] = deque()
         self._num_added = 0
         self._num_preemptions = 0
@@ -155,8 +159,8 @@ class Scheduler:
 
     @property
     def can_launch(self) -> bool:
-        """One plan a stage may be in flight; a further one could only queue."""
-        return len(self._in_flight) < self._num_stages
+        """One plan a stage may be in flight, and one more that is chained to it."""
+        return len(self._in_flight) < self._most_in_flight
 
     def plan_in_flight(self, step: int) -> PlanInFlight:
         """The launched plan of that number, with its encoded form."""
@@ -219,13 +223,20 @@ class Scheduler:
         """
         if not self.can_launch:
             return None
+        chained = self._chaining.find(self._in_flight)
+        if chained is None:
+            return None
         self._cache.begin_plan(self._next_step)
         draft = PlanDraft(
             self._max_num_batched_tokens,
             self._eos_token_ids,
+            self._prefill.begin_plan(
+                self._queues.prompt_spans(self._max_num_seqs),
+                (launched.prefill_cost for launched in self._in_flight),
+            ),
             has_digests=self._debug_poison,
         )
-        self._plan_windows(draft)
+        self._plan_windows(draft, chained)
         self._plan_chunks(draft)
         self._admit(draft, now)
         if draft.is_empty:
@@ -239,7 +250,8 @@ class Scheduler:
         if self._watch.is_over:
             raise self._stalled(f"{self._watch.num_plans} plans brought no token")
         self._next_step += 1
-        self._in_flight.append(PlanInFlight(plan, plan.encode(), draft.requests))
+        launched = PlanInFlight(plan, plan.encode(), draft.requests, draft.share.taken)
+        self._in_flight.append(launched)
         if self._debug_poison:
             self.check_integrity()
         return plan
@@ -257,7 +269,8 @@ class Scheduler:
         """
         assert self._in_flight, f"a result without a plan: step {result.step}"
         check_result(self._in_flight[0], result)
-        plan, _, requests = self._in_flight.popleft()
+        launched = self._in_flight.popleft()
+        plan, requests = launched.plan, launched.requests
         progress = []
         for request, segment, row in zip(requests, plan.segments, result.rows, strict=True):
             if not row.is_finite:
@@ -277,7 +290,7 @@ class Scheduler:
                 self._drafting.note_row(segment, row)
             if request.finish_reason is not None:
                 self._forget(request)
-            elif segment.sampling_row is not None:
+            elif segment.sampling_row is not None and not request.num_plans_in_flight:
                 self._queues.ready[request.request_id] = request
             if item is not None and not request.is_shadow:
                 progress.append(item)
@@ -287,23 +300,17 @@ class Scheduler:
 
     def oldest_requests(self, count: int) -> list[tuple[Request, str]]:
         """Up to `count` of clients with their states: those that run, then those that wait."""
-        queues = self._queues
-        alive = (r for r in chain(queues.running.values(), queues.waiting) if not r.is_shadow)
-        return [(request, queues.state_of(request)) for request in islice(alive, count)]
+        return self._queues.oldest(count)
 
     def slot_states(self) -> bytes:
         """One byte a state slot, from slot 1 on: 0 vacant, 1 a request's, 2 a checkpoint's."""
-        states = bytearray(self._cache.taken_slots.replace(b"\x01", b"\x02"))
-        for request in self._queues.running.values():
-            assert request.slot is not None, f"runs without a slot: {request}"
-            states[request.slot - NUM_RESERVED_SLOTS] = 1
-        return bytes(states)
+        return self._memory.slot_states(self._queues.running.values())
 
     def check_integrity(self) -> None:
         """Prove that every page, slot and row is free or owned once, and every queue in order."""
         self._memory.check_integrity(self._queues.running.values())
         check_queues(self._queues, self._requests)
-        assert len(self._in_flight) <= self._num_stages, f"too many plans in flight: {self}"
+        assert len(self._in_flight) <= self._most_in_flight, f"too many plans in flight: {self}"
         check_in_flight(self._queues.running.values(), self._in_flight)
 
     def check_idle(self) -> None:
@@ -320,8 +327,8 @@ class Scheduler:
             f"{self.num_pages} pages free, {self.num_free_slots} of {self.num_slots} slots free)"
         )
 
-    def _plan_windows(self, draft: PlanDraft) -> None:
-        cohort = self._pick_cohort(draft.budget)
+    def _plan_windows(self, draft: PlanDraft, chained: list[Request]) -> None:
+        cohort = self._pick_cohort(draft.budget, chained)
         lengths = self._drafting.choose_lengths(
             cohort,
             budget=draft.budget - len(cohort),
@@ -336,13 +343,14 @@ class Scheduler:
         )
         for request, num_drafts in zip(cohort, lengths, strict=True):
             end = request.num_computed + 1
-            self._memory.cover(request, end + num_drafts)
+            if num_drafts:
+                self._memory.cover(request, end + num_drafts)
             saves = self._memory.file(request, end, is_window=True)
             proposes = self._drafting.proposes(request)
             draft.add_window(request, num_drafts, saves=saves, proposes=proposes)
 
-    def _pick_cohort(self, budget: int) -> list[Request]:
-        """Ready requests whose anchors go into the plan, each with a page for it."""
+    def _pick_cohort(self, budget: int, chained: list[Request]) -> list[Request]:
+        """Requests whose anchors go into the plan, each with a page for it: ready ones first."""
         num_decoding = len(self._queues.running) - len(self._queues.prefilling)
         room = min(cohort_size(num_decoding, self._num_stages), budget)
         cohort: list[Request] = []
@@ -356,6 +364,9 @@ class Scheduler:
                 continue
             self._memory.cover(request, request.num_computed + 1)
             del self._queues.ready[request.request_id]
+            cohort.append(request)
+        for request in chained[: room - len(cohort)]:
+            self._memory.cover(request, request.num_computed + 1)
             cohort.append(request)
         return cohort
 
@@ -373,7 +384,7 @@ class Scheduler:
     def _plan_chunks(self, draft: PlanDraft) -> None:
         for request in self._queues.chunk_order():
             # An earlier one may have taken the memory of a shadow.
-            if draft.budget and request.request_id in self._queues.prefilling:
+            if draft.has_chunk_room and request.request_id in self._queues.prefilling:
                 self._plan_chunk(request, draft)
 
     def _plan_chunk(self, request: Request, draft: PlanDraft) -> None:
@@ -388,7 +399,7 @@ class Scheduler:
             budget=draft.budget,
             num_free_positions=num_open + self.num_free_pages * self._block_size,
         )
-        length = self.shadows.cut(request, length)
+        length = self.shadows.cut(request, draft.share.cut(start, length))
         comparison = self.shadows.compare(request, self._next_step)
         if comparison is not None:
             draft.comparisons.append(comparison)
@@ -408,7 +419,7 @@ class Scheduler:
 
     def _admit(self, draft: PlanDraft, now: float | None) -> None:
         self._start_shadows(draft)
-        while draft.budget and (hit := self._find_start()) is not None:
+        while draft.has_chunk_room and (hit := self._find_start()) is not None:
             request = self._queues.waiting[0]
             self._queues.start(request)
             self._memory.admit(request, hit)
@@ -421,7 +432,7 @@ class Scheduler:
     def _start_shadows(self, draft: PlanDraft) -> None:
         """Give shadows their seats; one for which memory is short is given up."""
         waiting = self.shadows.waiting
-        while waiting and draft.budget and len(self._queues.running) < self._max_num_seqs:
+        while waiting and draft.has_chunk_room and len(self._queues.running) < self._max_num_seqs:
             shadow = waiting[0]
             if not self._seniority.may_shadow_start(shadow):
                 self.shadows.note_release(shadow)
@@ -481,11 +492,9 @@ class Scheduler:
         request.num_computed = request.num_replay = 0
         request.draft_token_ids = request.confidences = ()
         request.num_plans_in_flight = 0
-        request.is_sample_in_flight = False
+        request.num_samples_in_flight = 0
 
     def _stalled(self, cause: str) -> StalledError:
         """The error that says who waits for what."""
-        blocked = blocked_requests(
-            self._queues, self._seniority.pages_to_start, self._memory.num_open_positions
-        )
+        blocked = blocked_requests(self._queues, self._seniority, self._memory)
         return StalledError(stall_report(f"{cause}: {self}", blocked))

@@ -4,6 +4,8 @@ Owns what is promised to whom, whether the head of the queue may start, and whos
 for a page. Answers only: the scheduler admits and preempts.
 """
 
+from collections.abc import Iterable
+
 from stagecoach.cache.prefix_cache import Hit, PrefixCache
 from stagecoach.request import Request
 from stagecoach.schedule.admission import may_start, pages_to_start
@@ -87,7 +89,11 @@ class Seniority:
 
     def promised_pages(self, request: Request) -> int:
         """Pages promised to senior requests between two chunks, and not yet taken."""
-        return sum(
-            max(0, self.pages_to_start(other) - len(other.page_ids))
-            for other in self._queues.prefilling_seniors(request)
-        )
+        return self._promised(self._queues.prefilling_seniors(request))
+
+    def all_promised_pages(self) -> int:
+        """Pages promised to any request between two chunks, and not yet taken."""
+        return self._promised(self._queues.prefilling.values())
+
+    def _promised(self, requests: Iterable[Request]) -> int:
+        return sum(max(0, self.pages_to_start(item) - len(item.page_ids)) for item in requests)

@@ -46,6 +46,10 @@ class SlotTag(NamedTuple):
     num_recorded: int  # rows of its record that may be replayed
     identity: Admission | Prefix
 
+    def stands_at(self, start: int, replay: int) -> bool:
+        """Whether the state after `start` tokens is there with `replay` rows of the record."""
+        return self.position + replay == start and replay <= self.num_recorded
+
     def __str__(self) -> str:
         record = f" and {self.num_recorded} recorded rows" if self.num_recorded else ""
         return f"the state after {self.position} tokens{record} of {self.identity}"
@@ -69,17 +73,25 @@ class SlotTags:
             self._move(plan.moves, plan)
         for comparison in plan.comparisons:
             self._check_comparison(comparison, plan)
+        slots = self._slots
         # No segment reads what another one writes or saves, so the order does not matter.
         for segment, chain in zip(plan.segments, chains, strict=True):
             owner = Admission(segment.request_id, segment.epoch)
-            if segment.read_slot != ZERO_SLOT:
-                self._check_read(segment, owner, chain, plan)
+            read_slot, start, num_drafts = (
+                segment.read_slot,
+                segment.start,
+                segment.num_draft_tokens,
+            )
+            if read_slot != ZERO_SLOT:
+                tag = slots.get(read_slot)
+                # Nearly always a request reads what it has left itself.
+                if tag is None or tag.identity != owner or not tag.stands_at(start, segment.replay):
+                    self._check_read(segment, owner, chain, plan)
             for save in segment.saves:
                 prefix = self._prefix(chain, save.position)
-                self._slots[save.slot] = SlotTag(save.position, 0, prefix)
-            self._slots[segment.write_slot] = SlotTag(
-                segment.certain_end, segment.num_draft_tokens, owner
-            )
+                slots[save.slot] = SlotTag(save.position, 0, prefix)
+            certain_end = start + segment.num_tokens - num_drafts
+            slots[segment.write_slot] = SlotTag(certain_end, num_drafts, owner)
 
     def file(self, request: Request, position: int, replay: int, chain: BlockChain) -> None:
         """The slot of a request becomes a checkpoint: it stands for `position` tokens.
@@ -141,8 +153,7 @@ class SlotTags:
         if tag is not None:
             if isinstance(tag.identity, Prefix):
                 identity = self._prefix(chain, segment.start)
-            is_there = tag.position + segment.replay == segment.start
-            if is_there and segment.replay <= tag.num_recorded and tag.identity == identity:
+            if tag.stands_at(segment.start, segment.replay) and tag.identity == identity:
                 return
         raise AssertionError(
             f"step {plan.step}: slot {segment.read_slot} holds {tag or 'nothing'}; wanted is the "

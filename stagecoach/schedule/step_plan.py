@@ -21,7 +21,7 @@ from stagecoach.cache.state_slots import ZERO_SLOT
 from stagecoach.request import SamplingParams, TokenLogprobs
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True):
+class Save(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """File the state after `position` tokens in checkpoint slot `slot`."""
 
     position: int
@@ -40,13 +40,13 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
         return f"compare {self.slot}+{self.replay} {self.other_slot}+{self.other_replay}"
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One request's tokens in a step."""
 
     request_id: int
     epoch: int  # admission it belongs to; a result of an older one is dropped
     start: int
-    token_ids: tuple[int, ...]  # tokens [start, end)
+    token_ids: tuple[int, ...]  # tokens [start, end); none where it is chained
     num_draft_tokens: int = 0  # the tail of token_ids that is still unverified
     read_slot: int
     replay: int = 0  # recorded rows of read_slot to fold in before `start`
@@ -64,33 +64,50 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reports_logits: bool = False  # the largest logits behind its first sample come back
     # Debug mode only: `prefix_digest` of tokens [0, start), which the worker works out as well.
     read_digest: bytes = b""
+    # Its one token is what its sampling row chose last: a plan before this one, whose result the
+    # head does not have yet (`schedule/chaining.py`).
+    is_chained: bool = False
 
     def __post_init__(self) -> None:
-        assert self.start >= 0 and self.token_ids, f"empty segment: {self}"
+        # Runs for every segment on every rank: each field is read once.
+        num_tokens, num_drafts = len(self.token_ids), self.num_draft_tokens
+        if self.is_chained:
+            self._check_chained()
+            num_tokens = 1
+        assert self.start >= 0 and num_tokens, f"empty segment: {self}"
         # A window opens with its anchor, so drafts never fill it.
-        assert 0 <= self.num_draft_tokens < self.num_tokens, f"bad window: {self}"
-        assert self.is_window or not self.num_draft_tokens, f"a chunk with drafts: {self}"
-        is_sampled = self.sampling_row is not None
-        assert is_sampled or not (self.proposes or self.num_draft_tokens), f"not sampled: {self}"
+        assert 0 <= num_drafts < num_tokens, f"bad window: {self}"
+        is_window = num_tokens == 1 + num_drafts
+        assert is_window or not num_drafts, f"a chunk with drafts: {self}"
         assert self.write_slot != ZERO_SLOT, f"the zero slot is never written: {self}"
-        has_history = self.read_slot != ZERO_SLOT
+        has_history, replay = self.read_slot != ZERO_SLOT, self.replay
         assert has_history == (self.start > 0), f"state and start disagree: {self}"
-        assert self.replay >= 0 and (has_history or not self.replay), f"bad replay: {self}"
-        # A window folds its replayed rows one by one; a chunk reads them as one.
-        first = self.start - self.replay if self.is_window else self.start
-        for save in self.saves:
-            assert first < save.position <= self.certain_end, f"bad save: {self}"
-        assert is_sampled or not self.is_constrained, f"not sampled: {self}"
-        assert is_sampled or not self.reports_logits, f"not sampled: {self}"
-        assert len(self.prompt_logprob_targets) <= self.num_tokens, f"bad targets: {self}"
+        assert replay >= 0 and (has_history or not replay), f"bad replay: {self}"
+        if self.sampling_row is None:
+            assert not (self.proposes or num_drafts), f"not sampled: {self}"
+            assert not (self.is_constrained or self.reports_logits), f"not sampled: {self}"
+        if self.saves:
+            # A window folds its replayed rows one by one; a chunk reads them as one.
+            first = self.start - replay if is_window else self.start
+            for save in self.saves:
+                assert first < save.position <= self.certain_end, f"bad save: {self}"
+        assert len(self.prompt_logprob_targets) <= num_tokens, f"bad targets: {self}"
+
+    def _check_chained(self) -> None:
+        assert not self.token_ids, f"chained, and its token is known: {self}"
+        assert self.sampling_row is not None and self.start, f"chained to nothing: {self}"
+        # Whatever depends on the token is not known either.
+        is_plain = not (self.num_draft_tokens or self.proposes or self.is_constrained)
+        is_silent = not (self.saves or self.prompt_logprob_targets or self.reports_logits)
+        assert is_plain and is_silent, f"chained, and more than a window of one token: {self}"
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) or int(self.is_chained)
 
     @property
     def end(self) -> int:
-        return self.start + len(self.token_ids)
+        return self.start + self.num_tokens
 
     @property
     def certain_end(self) -> int:
@@ -119,7 +136,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             f"masks {'yes' if self.is_constrained else '-'}",
             f"propose {'yes' if self.proposes else '-'}",
             f"targets {_join(self.prompt_logprob_targets)} top {self.num_prompt_logprobs}",
-            f"tokens {_join(self.token_ids)}",
+            f"tokens {'chained' if self.is_chained else _join(self.token_ids)}",
         ]
         return "  ".join(fields)
 
@@ -147,22 +164,26 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     comparisons: tuple[Comparison, ...] = ()
 
     def __post_init__(self) -> None:
-        writer = {segment.write_slot: segment for segment in self.segments}
-        assert len(writer) == len(self.segments), f"slot written twice:\n{self}"
-        saved = [save.slot for segment in self.segments for save in segment.saves]
+        segments = self.segments
+        writer = {segment.write_slot: segment for segment in segments}
+        assert len(writer) == len(segments), f"slot written twice:\n{self}"
+        saved = [save.slot for segment in segments if segment.saves for save in segment.saves]
         assert len({*saved, *writer}) == len(saved) + len(writer), f"slot saved twice:\n{self}"
-        loaded = {transfer.device for transfer in self.moves.load_slots}
-        assert not loaded.intersection(saved), f"loads what it saves over:\n{self}"
-        empty = {slot for slot in self.moves.scrub_slots if slot not in loaded}
+        unreadable = {*saved}
+        if self.moves is not NO_MOVES:
+            loaded = {transfer.device for transfer in self.moves.load_slots}
+            assert not loaded.intersection(saved), f"loads what it saves over:\n{self}"
+            unreadable.update(slot for slot in self.moves.scrub_slots if slot not in loaded)
+        has_chunk = False
         # Many may read one checkpoint, but nobody reads what another writes.
-        for segment in self.segments:
-            assert writer.get(segment.read_slot, segment) is segment, (
-                f"slot race:\n{self.marked(segment)}"
-            )
-            assert segment.read_slot not in saved, f"slot race:\n{self.marked(segment)}"
-            assert segment.read_slot not in empty, f"reads nothing:\n{self.marked(segment)}"
-        kinds = [segment.is_window for segment in self.segments]
-        assert kinds == sorted(kinds, reverse=True), f"windows come first:\n{self}"
+        for segment in segments:
+            slot = segment.read_slot
+            if slot in unreadable or writer.get(slot, segment) is not segment:
+                fault = "reads nothing" if slot in self.moves.scrub_slots else "slot race"
+                raise AssertionError(f"{fault}:\n{self.marked(segment)}")
+            is_chunk = len(segment.token_ids) > 1 + segment.num_draft_tokens
+            assert is_chunk or not has_chunk, f"windows come first:\n{self}"
+            has_chunk = is_chunk
 
     @property
     def num_tokens(self) -> int:
@@ -219,7 +240,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
 
-class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one segment returned."""
 
     request_id: int
@@ -294,7 +315,8 @@ def _parse_segment(line: str) -> Segment:
         request_id=int(match["request"]),
         epoch=int(match["epoch"]),
         start=int(match["start"]),
-        token_ids=_split(match["tokens"]),
+        token_ids=() if match["tokens"] == "chained" else _split(match["tokens"]),
+        is_chained=match["tokens"] == "chained",
         num_draft_tokens=int(match["drafts"]),
         read_slot=int(match["read"]),
         replay=int(match["replay"]),

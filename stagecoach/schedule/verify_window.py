@@ -65,6 +65,14 @@ class VerifyWindow(NamedTuple):
         return Standing(self.start + 1 + num_accepted, num_accepted)
 
 
+def standing_behind(segment: Segment, row: Sequence[int]) -> Standing:
+    """`VerifyWindow.of(segment).standing(row)`, shorter where nothing was drafted."""
+    if segment.num_draft_tokens:
+        return VerifyWindow.of(segment).standing(row)
+    assert len(row) == 1, f"bad row: {row}, {segment}"
+    return Standing(segment.end, 0)
+
+
 def most_drafts(*, num_at_hand: int, num_left: int) -> int:
     """Drafts that a window may verify: its row must not exceed the request's last token.
 

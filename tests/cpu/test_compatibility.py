@@ -166,6 +166,11 @@ _EXAMPLES = {
         {"synthetic_acceptance_length": 2.5, "acceptance": "rejection"},
         {"acceptance": "rejection", "watchdog": True, "confidence_schedule": True},
     ),
+    "device-float64": Example({"device": "cuda", "dtype": "float64"}, {"device": "cuda"}),
+    "capture-sizes": Example(
+        {"cudagraph_capture_sizes": (16, 32), "max_num_seqs": 8},
+        {"cudagraph_capture_sizes": (8, 32), "max_num_seqs": 8},
+    ),
     "cache-interval": _cache_example(state_checkpoint_interval=0),
     "cache-slots": _cache_example(max_state_checkpoints=0),
     "cache-host-tier": _cache_example(kv_offloading_size=0.5),

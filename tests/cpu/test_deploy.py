@@ -189,6 +189,35 @@ def test_the_image_holds_what_it_is_built_from_and_runs_as_nobody_special() -> N
     assert _ROOT / build["dockerfile"] == _DEPLOY / "Dockerfile"
 
 
+def test_the_image_for_gpus_is_the_same_file_with_another_base() -> None:
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    bases = [rest for name, rest in _instructions() if name == "FROM"]
+    settings = dict(zip((rest.split()[-1] for rest in bases), _settings(), strict=False))
+    assert set(settings) >= {"settings-cpu", "settings-cuda"} and ("ARG", "DEVICE=cpu") in (
+        _instructions()
+    )
+    for name, given in settings.items():
+        if name.startswith("settings-"):
+            assert set(given["EXTRAS"].split(",")) <= extras.keys()
+    assert settings["settings-cpu"]["CONSTRAINTS"] == "constraints.txt"
+    # The rest is built and run on either.
+    assert bases[2:] == ["settings-${DEVICE} AS build", "settings-${DEVICE}"]
+    gpu = yaml.safe_load((_DEPLOY / "compose.gpu.yaml").read_text("utf-8"))["services"]
+    assert gpu.keys() <= _COMPOSE["services"].keys()
+    assert f"settings-{gpu['stagecoach']['build']['args']['DEVICE']}" in settings
+
+
+def _settings() -> list[dict[str, str]]:
+    """The variables of each base, in the order of the file."""
+    return [
+        dict(item.split("=", 1) for item in shlex.split(rest))
+        for name, rest in _instructions()
+        if name == "ENV" and "EXTRAS" in rest
+    ]
+
+
 def test_an_installed_package_has_all_its_files() -> None:
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["stagecoach"]

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stagecoach import visible_gpus
 from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import CapacityError, CheckpointError, ConfigError
 from stagecoach.resolve import resolve
@@ -233,3 +236,128 @@ def test_a_heavy_draft_leaves_the_last_stage_fewer_layers(folder: Path, tmp_path
     config = dataclasses.replace(config, pipeline_parallel_size=2)
     assert resolve(config).partition == (3, 1)
     assert resolve(dataclasses.replace(config, speculative_config=None)).partition != (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "expected"),
+    [
+        (0, {}, ("cpu", "float32")),
+        (1, {}, ("cuda", "bfloat16")),
+        (1, {"dtype": "float64"}, ("cpu", "float64")),
+        (1, {"device": "cpu"}, ("cpu", "float32")),
+        (1, {"pipeline_parallel_size": 2}, ("cpu", "float32")),
+        (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, ("cuda", "bfloat16")),
+        (
+            1,
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
+            ("cuda", "bfloat16"),
+        ),
+        (2, {"device": "cuda", "dtype": "float32"}, ("cuda", "float32")),
+    ],
+)
+def test_auto_is_cuda_where_every_worker_has_a_gpu(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    options: dict[str, Any],
+    expected: tuple[str, str],
+) -> None:
+    monkeypatch.setattr(visible_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(visible_gpus, "count", lambda least_capability=0: num_gpus)
+    config = resolve(EngineConfig(model=str(folder), **options))
+    assert (config.device, config.dtype) == expected
+
+
+def test_too_few_gpus_are_refused_with_what_takes_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(visible_gpus, "count", lambda: 3)
+    engine = EngineConfig(
+        model=str(folder), device="cuda", pipeline_parallel_size=2, tensor_parallel_size=2
+    )
+    with pytest.raises(
+        CapacityError,
+        match=r"--device=cuda: 3 GPUs.*--pipeline-parallel-size=2 and --tensor-par.*=2 take 4",
+    ):
+        resolve(engine)
+
+
+def test_gpus_that_nothing_was_built_for_are_not_taken_unasked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stagecoach"), "propagate", True)
+    old = {0: 2, 9: 0}
+    monkeypatch.setattr(visible_gpus, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(visible_gpus, "count", lambda least_capability=0: old[least_capability])
+    assert resolve(EngineConfig(model=str(folder))).device == "cpu"
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "on the CPU, although GPUs are visible (2): 1 of compute capability 9 are needed"
+    )
+    assert resolve(EngineConfig(model=str(folder), device="cuda")).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "is_chaining"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {}, False),
+        ("cuda", {"async_scheduling": False}, False),
+        ("cpu", {"async_scheduling": True}, True),
+        ("cuda", {"pipeline_parallel_size": 2, "async_scheduling": True}, False),
+    ],
+)
+def test_windows_are_chained_on_a_gpu_with_one_stage(
+    folder: Path, device: str, options: dict[str, Any], is_chaining: bool
+) -> None:
+    config = resolve(EngineConfig(model=str(folder), device="cpu", **options))
+    assert dataclasses.replace(config, device=device).is_chaining == is_chaining
+
+
+def test_a_torch_without_cuda_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible_gpus, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(visible_gpus, "count", lambda least_capability=0: 8)
+    assert resolve(EngineConfig(model=str(folder))).device == "cpu"
+    with pytest.raises(ConfigError, match=r"--device=cuda: the torch .* is without CUDA"):
+        resolve(EngineConfig(model=str(folder), device="cuda"))
+    with pytest.raises(ConfigError, match="--device=cuda and --dtype=float64: refused"):
+        resolve(EngineConfig(model=str(folder), device="cuda", dtype="float64"))
+
+
+def test_torch_is_built_for_what_its_libraries_say() -> None:
+    assert visible_gpus.torch_has_cuda() == torch.backends.cuda.is_built()
+
+
+@pytest.mark.parametrize(("error_code", "expected"), [(0, 8), (100, 0)])
+def test_a_driver_is_asked_for_its_devices(
+    monkeypatch: pytest.MonkeyPatch, error_code: int, expected: int
+) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return error_code
+
+        def cuDeviceGetCount(self, number: Any) -> int:
+            number._obj.value = 8
+            return 0
+
+        def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+            device._obj.value = ordinal
+            return 0
+
+        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+            assert attribute == 75
+            value._obj.value = 9 if device.value < 5 else 8
+            return 0
+
+    monkeypatch.setattr(visible_gpus.ctypes, "CDLL", lambda name: Driver())
+    assert visible_gpus.count() == expected
+    assert visible_gpus.count(9) == min(expected, 5)
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(visible_gpus.ctypes, "CDLL", missing)
+    assert visible_gpus.count() == 0

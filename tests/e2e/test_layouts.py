@@ -47,6 +47,7 @@ class Layout(NamedTuple):
     budget: int
     partition: tuple[int, ...] | None = None
     num_drafts: int = 0
+    async_scheduling: bool | None = None
 
     def options(self, draft_folder: Path) -> dict[str, Any]:
         """With windows of fixed length, where there are drafts."""
@@ -61,6 +62,7 @@ class Layout(NamedTuple):
             "tensor_parallel_size": self.num_ranks,
             "max_num_batched_tokens": self.budget,
             "pp_partition": self.partition,
+            "async_scheduling": self.async_scheduling,
             "speculative_config": speculation if self.num_drafts else None,
         }
 
@@ -68,7 +70,7 @@ class Layout(NamedTuple):
 LAYOUTS = [
     Layout(2, 2, 7),
     Layout(3, 1, 24, (1, 2, 1)),
-    Layout(1, 4, 9),
+    Layout(1, 4, 9, async_scheduling=True),
     Layout(2, 2, 24, num_drafts=3),
     Layout(3, 1, 11, (1, 2, 1), num_drafts=7),
 ]

@@ -95,6 +95,44 @@ def test_a_plan_fits_every_worker_and_each_remedy_of_a_refusal_works(
         assert used <= worker.available_bytes
 
 
+def test_a_refusal_on_a_gpu_names_the_share_of_it_that_would_do() -> None:
+    """1000 bytes each, of which 480 are needed; the weights took more than was allowed."""
+
+    def with_share(*shares: float) -> list[MemoryNeeds]:
+        return [
+            MemoryNeeds(
+                bytes_per_page=10,
+                bytes_per_slot=100,
+                available_bytes=round(1000 * (share - taken)),
+                gpu_bytes=1000,
+                gpu_share=share,
+            )
+            for share, taken in zip(shares, (0.25, 0.5), strict=True)
+        ]
+
+    with pytest.raises(CapacityError) as error:
+        plan_memory(with_share(0.4, 0.4), **SIZES)
+    message = str(error.value)
+    assert "rank 1 may use 0 bytes (--gpu-memory-utilization) and needs 480" in message
+    assert message.endswith("It fits with --gpu-memory-utilization=0.98")
+    assert plan_memory(with_share(0.98, 0.98), **SIZES).num_pages == 8
+    with pytest.raises(CapacityError, match=r"fits with --gpu-memory-utilization=0\.98"):
+        plan_memory(with_share(0.97, 0.97), **SIZES)
+    # A checkpoint takes 100 more, which are there only if little else is.
+    with pytest.raises(CapacityError, match=r"fits with --max-state-checkpoints=0$"):
+        plan_memory(with_share(0.98, 0.98), **SIZES, max_state_checkpoints=1)
+    with pytest.raises(CapacityError, match=r"utilization=0\.83 or --max-state-checkpoints=0$"):
+        plan_memory(with_share(0.75, 0.75)[:1], **SIZES, max_state_checkpoints=1)
+
+
+def test_where_no_share_of_a_gpu_is_enough_more_workers_are() -> None:
+    worker = MemoryNeeds(
+        bytes_per_page=10, bytes_per_slot=100, available_bytes=-50, gpu_bytes=400, gpu_share=0.9
+    )
+    with pytest.raises(CapacityError, match="fits with more workers"):
+        plan_memory([worker], **SIZES)
+
+
 def test_an_override_sets_the_pages_whatever_the_memory_says() -> None:
     plan = plan_memory([needs(0)], **SIZES, num_gpu_blocks_override=5)
     assert plan == MemoryPlan(num_pages=5, num_slots=SLOTS)

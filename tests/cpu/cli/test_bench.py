@@ -242,9 +242,10 @@ def test_throughput_of_the_small_model(
         "prefix-repetition": ("--prefix-repetition-prefix-len", 2, "--input-len", 6),
         "sharegpt": ("--dataset-path", texts),
     }
+    trace = tmp_path / "trace.json"
     run = stagecoach(
         "bench", "throughput", *FAST, "--model", folder, "--num-prompts", 3, "--output-len", 2,
-        "--output-json", path, "--dataset-name", name, *sources[name],
+        "--output-json", path, "--trace", trace, "--dataset-name", name, *sources[name],
     )  # fmt: skip
     assert run.status == 0, run.stderr
     result = json.loads(path.read_text())
@@ -252,6 +253,9 @@ def test_throughput_of_the_small_model(
     assert result["num_output_tokens"] == 6
     assert result["tokens_per_second"] == pytest.approx(30 / result["elapsed_time"])
     assert "Total num output tokens: 6" in run.stdout
+    slices = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"compute", "plans in flight"} <= slices
+    assert "Busy share of each stage, decode, " in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,16 @@ VALUES: dict[str, tuple[str, Any]] = {
     "max_num_batched_tokens": ("30", 30),
     "block_size": ("8", 8),
     "kv_cache_memory_bytes": ("1000000", 1000000),
+    "gpu_memory_utilization": ("0.8", 0.8),
     "num_gpu_blocks_override": ("12", 12),
     "seed": ("9", 9),
     "load_format": ("dummy", "dummy"),
     "hf_overrides": ('{"rms_norm_eps": 0.1}', {"rms_norm_eps": 0.1}),
     "distributed_executor_backend": ("uni", "uni"),
     "execute_model_timeout_seconds": ("20", 20),
+    "enforce_eager": ("", True),
+    "cudagraph_capture_sizes": ("1,4,64", (1, 4, 64)),
+    "async_scheduling": ("", True),
     "num_threads": ("1", 1),
     "log_level": ("error", "error"),
     "speculative_config": (
@@ -116,7 +120,9 @@ def test_lists_and_maps_of_yaml(config_file: Path) -> None:
     assert read_config_file(config_file) == {"pp_partition": (9,)}
 
 
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "debug_poison"])
+@pytest.mark.parametrize(
+    "name", ["enable_prefix_caching", "enforce_eager", "async_scheduling", "debug_poison"]
+)
 def test_what_is_on_or_off_can_be_either_on_the_command_line(config_file: Path, name: str) -> None:
     no_flag = f"--no-{option(name).removeprefix('--')}"
     assert run_options(no_flag) == {name: False}

@@ -23,7 +23,8 @@ from stagecoach.errors import StagecoachError
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.stage_memory import KdaMemory
 from stagecoach.request import FinishReason, SamplingParams
-from stagecoach.runner.stage_runner import StageRunner, StepOutcome
+from stagecoach.runner.stage_runner import StageRunner
+from stagecoach.runner.step_outcome import StepOutcome
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.step_plan import StepPlan
 from tests.cpu.engine.schedules import BLOCK_SIZE, Ask, assert_idle, run_alone, start_client

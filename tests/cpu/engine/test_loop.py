@@ -15,9 +15,12 @@ from stagecoach.engine.messages import (
     RunPlan,
     Shutdown,
     Submit,
+    ToClient,
+    ToWorker,
 )
 from stagecoach.engine.ports import CLIENT_SHIFT
 from stagecoach.request import FinishReason
+from stagecoach.schedule.step_plan import StepPlan
 from tests.cpu.engine.fakes import LoopRun, endings, expected_tokens, outputs, submit
 
 pytestmark = pytest.mark.cpu
@@ -43,6 +46,23 @@ def test_one_plan_a_stage_is_in_flight_and_results_are_committed_in_order(
     for request in requests:
         assert outputs(port, request.request_id) == expected_tokens(request)
     assert set(endings(port).values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(("num_stages", "most_in_flight"), [(1, 2), (2, 2)])
+def test_with_one_stage_a_plan_may_be_sent_before_the_result_of_the_one_before(
+    num_stages: int, most_in_flight: int
+) -> None:
+    run = LoopRun(pipeline_parallel_size=num_stages, async_scheduling=True)
+    port = run.port
+    requests = [submit(number, num_prompt_tokens=5, max_tokens=6) for number in (1, 2)]
+    port.then(lambda: [port.say(request) for request in requests], port.finish_all)
+    run.run()
+    assert port.most_in_flight == most_in_flight
+    for request in requests:
+        assert outputs(port, request.request_id) == expected_tokens(request)
+    plans = map(StepPlan.decode, port.encoded.values())
+    chained = [segment.is_chained for plan in plans for segment in plan.segments]
+    assert any(chained) == (num_stages == 1)
 
 
 def test_a_plan_is_sent_to_the_workers_once_and_as_it_was_encoded() -> None:
@@ -237,3 +257,40 @@ def test_an_idle_engine_is_checked_in_debug_mode() -> None:
     port.then(lambda: port.say(submit(1)), port.finish_plan, port.finish_plan, leak)
     with pytest.raises(AssertionError):
         run.run()
+
+
+def test_a_result_is_told_behind_the_plan_that_it_makes_possible() -> None:
+    """Nobody waits for a plan while clients are told; the last result is told at once."""
+    run = LoopRun()
+    port, order = run.port, []
+    send_workers, send_client = port.send_workers, port.send_client
+
+    def note_plan(message: ToWorker) -> None:
+        order.extend(["plan"] * isinstance(message, RunPlan))
+        send_workers(message)
+
+    def note_outputs(client: int, message: ToClient) -> None:
+        order.extend(["outputs"] * isinstance(message, Outputs))
+        send_client(client, message)
+
+    port.send_workers, port.send_client = note_plan, note_outputs
+    port.then(lambda: port.say(submit(1, max_tokens=3)), port.finish_all)
+    run.run()
+    assert order == ["plan", "plan", "outputs", "plan", "outputs", "outputs"]
+
+
+def test_who_asks_for_counts_is_told_of_every_result_that_came_before() -> None:
+    """The result and the question are there in one turn."""
+    run = LoopRun()
+    port = run.port
+
+    def finish_and_ask() -> None:
+        port.finish_plan()
+        port.say(GetStats(query_id=3))
+
+    port.then(lambda: port.say(submit(1, max_tokens=1)), finish_and_ask, port.finish_all)
+    run.run()
+    [stats] = port.sent(EngineStats)
+    assert (stats.num_steps, stats.num_generated_tokens) == (1, 1)
+    kinds = [type(message) for _, message in port.to_clients]
+    assert kinds.index(Outputs) < kinds.index(EngineStats)

@@ -12,6 +12,7 @@ from stagecoach.engine import messages
 from stagecoach.engine.messages import (
     Abort,
     Allocate,
+    CaptureProgress,
     EngineFailed,
     EngineReady,
     ForgetClient,
@@ -100,6 +101,7 @@ SAMPLES: list[Message] = [
     StopProfile(query_id=12),
     Shutdown(),
     LoadProgress(worker="worker[1,0]", done_bytes=2**40, total_bytes=2**41),
+    CaptureProgress(worker="worker[1,0]", num_captured=3, num_graphs=20),
     EngineReady(num_pages=7, num_slots=5, load_seconds=1.5),
     Outputs(
         items=(

@@ -56,9 +56,18 @@ def growing() -> list[Ask]:
     ]
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "is_chaining"),
+    [(1, 1, False), (1, 1, True), (1, 2, True), (2, 2, False), (3, 1, False), (4, 2, False)],
+)
 def test_preemption_changes_nothing(
-    pp: int, tp: int, checkpoint: Path, growing: list[Ask], growing_expected: list[Answer]
+    pp: int,
+    tp: int,
+    checkpoint: Path,
+    growing: list[Ask],
+    growing_expected: list[Answer],
+    *,
+    is_chaining: bool,
 ) -> None:
     # Eight pages that can be handed out, where all five requests together want twenty.
     client = start_client(
@@ -68,6 +77,7 @@ def test_preemption_changes_nothing(
         num_gpu_blocks_override=9,
         max_model_len=64,
         max_num_batched_tokens=12,
+        async_scheduling=is_chaining,
     )
     try:
         answers = run(client, growing)

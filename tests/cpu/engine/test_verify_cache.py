@@ -15,7 +15,8 @@ from stagecoach.config import SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.model.stage_memory import KdaMemory, MlaMemory
 from stagecoach.request import SamplingParams
-from stagecoach.runner.stage_runner import StageRunner, StepOutcome
+from stagecoach.runner.stage_runner import StageRunner
+from stagecoach.runner.step_outcome import StepOutcome
 from stagecoach.schedule.step_plan import Segment, StepPlan
 from tests.cpu.engine.schedules import (
     BLOCK_SIZE,

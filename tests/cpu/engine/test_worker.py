@@ -1,5 +1,6 @@
 """A worker's life at the end of a scripted port: load, allocate, plans in order, end."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology
 from stagecoach.request import SamplingParams
 from stagecoach.runner.device_memory import memory_needs
-from stagecoach.runner.stage_runner import DTYPES
+from stagecoach.runner.stage_runner import DTYPES, StageRunner
+from stagecoach.runner.step_outcome import StepOutcome
 from stagecoach.schedule.step_plan import (
     Comparison,
     SamplingEntry,
@@ -57,6 +59,9 @@ class ScriptedWorkerPort:
 
     def receive(self) -> ToWorker:
         return messages.decode_to_worker(messages.encode(self.script.popleft()))
+
+    def receive_now(self) -> ToWorker | None:
+        return self.receive()
 
     def send(self, message: FromWorker) -> None:
         self.sent.append(messages.decode_from_worker(messages.encode(message)))
@@ -243,3 +248,137 @@ def test_a_checkpoint_that_cannot_be_read_ends_the_worker_with_its_error(tmp_pat
 def test_a_shutdown_after_the_load_ends_the_worker() -> None:
     [sent] = serve(dummy(), [Shutdown()])
     assert isinstance(sent[-1], WorkerReady)
+
+
+class Scripted:
+    """A step that runs until the test says that it has ended."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.has_ended = False
+
+    def is_ready(self) -> bool:
+        return self.has_ended
+
+    def outcome(self) -> StepOutcome:
+        assert self.has_ended, "nobody may wait for a step while there are messages"
+        return StepOutcome(
+            rows=(),
+            forward_seconds=0.25,
+            wait_seconds=0.5,
+            differences=(),
+            device_seconds=0.75,
+        )
+
+
+@dataclass
+class BusyPort(ScriptedWorkerPort):
+    """Has no message at the places of None; then a step ends, the newest first."""
+
+    script: deque[Any]
+    steps: list[Scripted] = field(default_factory=list)
+
+    def receive_now(self) -> ToWorker | None:
+        message = self.script.popleft()
+        if message is not None:
+            return messages.decode_to_worker(messages.encode(message))
+        running = [step for step in self.steps if not step.has_ended]
+        if running:
+            running[-1].has_ended = True
+        return None
+
+
+def test_plans_are_taken_while_older_ones_run_and_answered_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = [run_plan(plan(step)) for step in range(4)]
+    port = BusyPort(deque([ALLOCATE, plans[0], plans[1], plans[2], None, None, None, plans[3]]))
+    port.script += [None, Shutdown()]
+    num_sent: list[int] = []
+
+    def launch(self: Any, plan: StepPlan, *waits: Any) -> Scripted:
+        port.steps.append(Scripted(plan.step))
+        num_sent.append(sum(isinstance(message, PlanDone) for message in port.sent))
+        return port.steps[-1]
+
+    monkeypatch.setattr(StageRunner, "launch", launch)
+    config = dummy()
+    topology = Topology(num_stages=1, tp_size=1)
+    before = time.monotonic()
+    Worker(config, topology.worker(0), ThreadMesh(topology).links(topology.worker(0)), port).run()
+    results = [message.result for message in port.sent if isinstance(message, PlanDone)]
+    # Steps 2 and 1 ended before step 0, and waited for it.
+    assert num_sent == [0, 0, 0, 3]
+    assert [result.step for result in results] == [0, 1, 2, 3]
+    for result in results:
+        assert (result.busy_seconds, result.hop_seconds, result.step_seconds) == (0.25, 0.5, 0.75)
+        assert before - 0.75 <= result.arrived <= time.monotonic() - 0.75
+
+
+def test_memory_is_looked_at_when_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("load", "memory_needs"):
+        original = getattr(StageRunner, name)
+
+        def noted(self: Any, *rest: Any, original: Any = original) -> Any:
+            result = original(self, *rest)
+            done.append(original.__name__)
+            return result
+
+        monkeypatch.setattr(StageRunner, name, noted)
+    topology = Topology(num_stages=1, tp_size=1)
+    worker, port = topology.worker(0), ScriptedWorkerPort(deque())
+    links = ThreadMesh(topology).links(worker)
+    Worker(dummy(), worker, links, port, after_load=lambda: done.append("meet")).start()
+    assert done == ["load", "meet", "memory_needs"]
+
+
+class Slow(Scripted):
+    """Ends only when somebody waits for it."""
+
+    def outcome(self) -> StepOutcome:
+        self.has_ended = True
+        return super().outcome()
+
+
+def test_a_plan_that_makes_the_host_wait_holds_up_no_older_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = ScriptedWorkerPort(
+        deque([ALLOCATE, *(run_plan(plan(step)) for step in range(3)), Shutdown()])
+    )
+    num_sent: list[int] = []
+
+    def launch(self: Any, plan: StepPlan, masks: Any, before_wait: Any) -> Scripted:
+        if plan.step == 2:
+            before_wait()
+        num_sent.append(sum(isinstance(message, PlanDone) for message in port.sent))
+        return Slow(plan.step)
+
+    monkeypatch.setattr(StageRunner, "launch", launch)
+    topology = Topology(num_stages=1, tp_size=1)
+    worker = topology.worker(0)
+    served = Worker(dummy(), worker, ThreadMesh(topology).links(worker), port)
+    served.start()
+    while served._carry_out(port.receive()):
+        pass
+    assert num_sent == [0, 0, 2]
+
+
+def test_an_answer_is_waited_for_where_messages_come_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launch(self: Any, plan: StepPlan, *waits: Any) -> Scripted:
+        step = Scripted(plan.step)
+        step.has_ended = True
+        return step
+
+    monkeypatch.setattr(StageRunner, "launch", launch)
+    topology = Topology(num_stages=1, tp_size=1)
+    port = ScriptedWorkerPort(deque())
+    worker = Worker(
+        dummy(), topology.worker(0), ThreadMesh(topology).links(topology.worker(0)), port
+    )
+    assert worker.handle(run_plan(plan(0))) and not worker.handle(Shutdown())
+    [done] = port.sent
+    assert isinstance(done, PlanDone) and done.result.step == 0

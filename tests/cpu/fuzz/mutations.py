@@ -23,6 +23,7 @@ from stagecoach.model.stage_memory import KdaMemory
 from stagecoach.runner import last_stage, memory_moves, stage_runner, step_inputs
 from stagecoach.runner.last_stage import LastStage
 from stagecoach.runner.memory_moves import MovablePools
+from stagecoach.runner.newest_tokens import NewestTokens
 from stagecoach.schedule import checkpoint_positions, request_memory
 from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.slot_tags import SlotTags
@@ -277,6 +278,19 @@ def masks_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masks, "_fill", as_if_behind_the_anchor)
 
 
+def chained_to_an_older_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen is kept one step too late."""
+    note = NewestTokens.note
+    chosen: dict[NewestTokens, Any] = {}
+
+    def note_late(self: NewestTokens, *arguments: Any) -> None:
+        if self in chosen:
+            note(self, *chosen[self])
+        chosen[self] = arguments
+
+    monkeypatch.setattr(NewestTokens, "note", note_late)
+
+
 def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only checks, in head and drafter, is out of work: for what tokens alone show."""
     behind = Knowledge.drafts_behind
@@ -325,6 +339,8 @@ MUTATIONS = (
     Mutation("host moves", "of several moves to the host only one is made", host_pages_lost,
              HOST | {"kv_offloading_size": 0.001, "max_num_seqs": 2, "block_size": 4}),
     Mutation("leak", "a request's last page is never given back", pages_leak),
+    Mutation("newest", "a chained window goes on from an older token", chained_to_an_older_token,
+             {"async_scheduling": True, "pipeline_parallel_size": 1}),
     Mutation("mask rows", "a mask is that of another row", masks_of_other_rows, grammars=True),
     Mutation("draft masks", "behind a draft stands the anchor's mask", masks_without_drafts,
              drafts=True, grammars=True),

@@ -33,6 +33,7 @@ _FOUND_BY = MappingProxyType(
         "store": 14,
         "host moves": 15,
         "leak": 1,
+        "newest": 5,
         "mask rows": 8,
         "draft masks": 6,
     }

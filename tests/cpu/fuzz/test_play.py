@@ -11,6 +11,8 @@ from stagecoach.fuzz.play import Outcome, Player
 from stagecoach.fuzz.script import Ask, Script
 from stagecoach.request import FinishReason, SamplingParams
 from stagecoach.runner.memory_moves import MovablePools
+from stagecoach.runner.newest_tokens import NewestTokens
+from stagecoach.schedule.step_plan import StepPlan
 
 NUM_SCHEDULES = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -42,6 +44,28 @@ def test_a_fixed_seed_set_finds_nothing_and_does_everything(given: Given, player
         "whole texts",
     ):
         assert counts[name] > 0, f"no {name} in {NUM_SCHEDULES} schedules: {counts}"
+
+
+def test_chained_schedules_find_nothing(
+    given: Given, player: Player, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps launched before the tokens of those before are back change none."""
+    num_chained = 0
+    told = NewestTokens.told
+
+    def counted(self: NewestTokens, plan: StepPlan) -> StepPlan:
+        nonlocal num_chained
+        num_chained += sum(segment.is_chained for segment in plan.segments)
+        return told(self, plan)
+
+    monkeypatch.setattr(NewestTokens, "told", counted)
+    options = given.options | {"async_scheduling": True}
+    chaining = given._replace(options=options, layouts=((1, 1), (1, 2)), draft=None)
+    for index in range(20):
+        script = draw_script(1, index, chaining._replace(has_vocabulary=index % 5 == 0))
+        finding = player.play(script).finding
+        assert finding is None, f"schedule {index}: {finding}"
+    assert num_chained > 150, num_chained
 
 
 def _counted(script: Script, outcome: Outcome, stats: EngineStats) -> dict[str, int]:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.model.attn_residual import ResidualRead, ResidualStream
+from stagecoach.model.norm import RmsNorm
 from stagecoach.model.weight_slots import WeightScope
 
 pytestmark = pytest.mark.cpu
@@ -108,3 +109,34 @@ def test_reading_between_closing_and_adding_is_our_mistake() -> None:
     stream.close_block()
     with pytest.raises(AssertionError, match="just closed"):
         _ = stream.partial_TH
+
+
+@pytest.mark.parametrize("has_mixing", [False, True])
+def test_a_fused_read_has_the_bits_of_its_parts(*, has_mixing: bool) -> None:
+    """The addition, the read and the norm, one after the other or as one call; then the sum."""
+    generator = torch.Generator().manual_seed(3)
+    scope = WeightScope(torch.float64)
+    read = ResidualRead(scope, "res", HIDDEN, EPS, has_mixing=has_mixing)
+    norm = RmsNorm(scope, "norm", HIDDEN, EPS)
+    for slot in scope.slots:
+        slot.target.normal_(generator=generator)
+    read.prepare()
+    embedding, *added = outputs(generator)
+    streams = [ResidualStream.from_embedding(embedding, 1) for _ in range(3)]
+    for output in (None, *added[:3]):
+        if output is not None:
+            for stream in streams:
+                stream.add(output)
+        expected = read(streams[0])
+        assert torch.equal(read.normed(streams[1], norm), norm(expected))
+        mixed, normed = read.both(streams[2], norm)
+        assert torch.equal(mixed, expected) and torch.equal(normed, norm(expected))
+        sums = [stream.partial_TH for stream in streams]
+        assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+        rows = torch.tensor([1, 0])
+        bank = streams[0].bank_TBH[rows]
+        assert torch.equal(read.normed_rows(bank, sums[0][rows], norm), normed[rows])
+        if output is None:
+            for stream in streams:
+                stream.close_block()
+                stream.add(added[-1])

@@ -216,6 +216,7 @@ def test_the_head_is_computed_only_for_the_rows_asked_for(k3_folder: Path) -> No
     assert some.shape == (2, config.vocab_size) and some.dtype == torch.float64
     torch.testing.assert_close(some, every[[8, 2]], rtol=0, atol=1e-12)
     assert model.logits(stream, torch.tensor([], dtype=torch.int64)).shape == (0, 512)
+    torch.testing.assert_close(model.logits(stream, None), every, rtol=0, atol=1e-12)
 
 
 def mlx_taps(

@@ -22,7 +22,8 @@ from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology, WorkerId
 from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.resolve import resolve
-from stagecoach.runner.stage_runner import StageRunner, StepOutcome
+from stagecoach.runner.stage_runner import StageRunner
+from stagecoach.runner.step_outcome import StepOutcome
 from stagecoach.schedule.step_plan import (
     Comparison,
     RowResult,
@@ -234,6 +235,12 @@ class Recorder:
         self._transfers = transfers
         self.num_unfinished = 0
         self.most_unfinished = 0
+
+    def place(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        return self._transport.place(num_values, dtype)
+
+    def copies(self, num_values: int, dtype: torch.dtype) -> bool:
+        return self._transport.copies(num_values, dtype)
 
     def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
         self._transfers.append(Transfer("send", to_rank, tag, tensor, tensor.clone()))

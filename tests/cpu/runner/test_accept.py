@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.kernels.sampling.noise import DRAFT_STREAM, TOKEN_STREAM, gumbel_noise
 from stagecoach.request import SamplingParams
 from stagecoach.runner import accept
 from stagecoach.runner.accept import (
@@ -20,7 +21,6 @@ from stagecoach.runner.accept import (
     count_accepted,
     make_rule,
 )
-from stagecoach.runner.noise import DRAFT_STREAM, TOKEN_STREAM, gumbel_noise
 from stagecoach.runner.sampler import probabilities
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.runner.step_inputs import build_sample_inputs
@@ -443,7 +443,8 @@ def test_a_new_tenant_of_a_row_begins_the_synthetic_schedule_anew() -> None:
         inputs = build_sample_inputs(plan)
         counts = []
         for _ in range(3):
-            num_accepted_S = rule.verify(TARGET_VV[:3], inputs, table).num_accepted_S
+            forced = rule.forced_accepts([0], [2], table)
+            num_accepted_S = rule.verify(TARGET_VV[:3], inputs, table, forced).num_accepted_S
             assert num_accepted_S is not None
             counts += num_accepted_S.tolist()
         return counts

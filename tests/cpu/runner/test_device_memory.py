@@ -74,6 +74,30 @@ def test_workers_share_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPa
     assert memory_needs(config, stage_of(config, 0), torch.float32).available_bytes == 1 << 26
 
 
+def test_what_a_device_has_left_is_spent_unless_a_budget_is_given() -> None:
+    config = resolved(kv_cache_memory_bytes=12345)
+    assert memory_needs(config, stage_of(config, 0), torch.float32, 999).available_bytes == 12345
+    config = resolved()
+    assert memory_needs(config, stage_of(config, 0), torch.float32, 999).available_bytes == 999
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_memory_that_is_reset_is_as_new_at_the_same_addresses(is_debugging: bool) -> None:
+    config = resolved(debug_poison=is_debugging)
+    memory, new = (DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN) for _ in range(2))
+
+    def tensors(of: DeviceMemory) -> list[Tensor]:
+        return [*slots_of(of.stage_memory), *pages_of(of.stage_memory)]
+
+    addresses = [tensor.data_ptr() for tensor in tensors(memory)]
+    for tensor in tensors(memory):
+        tensor.fill_(3.0)
+    memory.reset()
+    assert [tensor.data_ptr() for tensor in tensors(memory)] == addresses
+    for ours, theirs in zip(tensors(memory), tensors(new), strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
 MAYBE_SPECULATING = pytest.mark.parametrize(
     "config_of", [resolved, lambda **options: speculating(resolved(**options))], ids=["", "drafts"]
 )

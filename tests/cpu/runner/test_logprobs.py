@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecoach.request import SamplingParams, TokenLogprobs
-from stagecoach.runner.logprobs import prompt_logprobs, token_logprobs, top_tokens
+from stagecoach.runner.logprobs import (
+    prompt_logprobs,
+    token_logprobs,
+    top_tokens,
+    top_tokens_by_key,
+)
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.schedule.step_plan import SamplingEntry
 from tests.cpu.runner.sampling import sample
@@ -62,6 +67,25 @@ def test_top_tokens_is_the_head_of_a_stable_sort(k: int, vocab_size: int, seed: 
     best = top_tokens(values_RV, k)
     assert torch.equal(best.values_RK, values[:, :k])
     assert torch.equal(best.token_ids_RK, token_ids[:, :k])
+
+
+def test_keys_order_values_as_a_stable_sort_does() -> None:
+    """Ties, both zeros, infinities, the ends of the type; NaN gives ids of the vocabulary."""
+    torch.manual_seed(0)
+    values_RV = torch.randn(6, 200).round(decimals=1)
+    ends = torch.finfo(torch.float32)
+    values_RV[0, :5] = torch.tensor([ends.max, ends.min, torch.inf, ends.tiny, -ends.tiny])
+    values_RV[1, ::2], values_RV[1, 1::2] = 0.0, -0.0
+    values_RV[2, 10:] = -torch.inf
+    values_RV[3] = -1.0 - values_RV[3].abs()
+    values_RV[4] *= 1e30
+    for k in (1, 7, 10):
+        best = top_tokens_by_key(values_RV[:5], k)
+        values, token_ids = values_RV[:5].sort(dim=-1, descending=True, stable=True)
+        assert best.token_ids_RK.tolist() == token_ids[:, :k].tolist()
+        assert best.values_RK.tolist() == values[:, :k].tolist()
+    values_RV[5] = torch.nan
+    assert top_tokens_by_key(values_RV[5:], 3).token_ids_RK.tolist() == [[0, 1, 2]]
 
 
 def test_prompt_logprobs_in_parts_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from stagecoach.runner.row_results import finite_chunks, finite_rows, row_results, to_host
+from stagecoach.runner.row_results import (
+    Unread,
+    ValuesOnTheirWay,
+    finite_chunks,
+    finite_rows,
+)
 from stagecoach.schedule.step_plan import RowResult, Segment, StepPlan, pack_page_table
 
 torch.set_num_threads(1)
@@ -32,14 +37,14 @@ def test_numbers_of_all_kinds_come_over_exactly() -> None:
     reals = torch.tensor([[0.1, 2**-30]], dtype=torch.float64)
     halves = torch.tensor([0.5], dtype=torch.bfloat16)
     flags = torch.tensor([True, False])
-    assert to_host(ids, None, reals, halves, flags) == [
+    assert ValuesOnTheirWay(ids, None, reals, halves, flags).read() == [
         [2**40 + 1, 7],
         [],
         [0.1, 2**-30],
         [0.5],
         [1, 0],
     ]
-    assert to_host(ids, None, flags) == [[2**40 + 1, 7], [], [1, 0]]
+    assert ValuesOnTheirWay(ids, None, flags).read() == [[2**40 + 1, 7], [], [1, 0]]
 
 
 @VALUES
@@ -82,7 +87,7 @@ def test_a_chunk_that_is_not_finite_returns_nothing() -> None:
     hidden_TH = torch.ones(5, 8)
     hidden_TH[3] = torch.nan
     targets = {index: (object(),) * 2 for index in (0, 1)}
-    rows = row_results(plan, None, finite_chunks(plan, hidden_TH), None, targets)  # type: ignore[arg-type]
+    rows = Unread(plan, None, finite_chunks(plan, hidden_TH), None, targets).read()  # type: ignore[arg-type]
     assert rows == (
         RowResult(request_id=2, epoch=2, token_ids=(), prompt_logprobs=targets[0]),  # type: ignore[arg-type]
         RowResult(request_id=3, epoch=2, token_ids=(), is_finite=False),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.kernels.sampling.noise import DRAFT_STREAM, TOKEN_STREAM, gumbel_noise
 from stagecoach.request import SamplingParams
-from stagecoach.runner.noise import DRAFT_STREAM, TOKEN_STREAM, gumbel_noise
 from stagecoach.runner.sampler import choose_tokens, probabilities
 from tests.cpu.runner.sampling import (
     STOP_ID,

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from stagecoach.config import ResolvedSpeculation
 from stagecoach.draft.drafter import Choose, DSparkDrafter, Proposal
-from stagecoach.kernels.ragged import BlockInputs, StepTensors
+from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, StepTensors
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
 from stagecoach.request import SamplingParams, TokenLogprobs
 from stagecoach.runner.last_stage import LastStage
+from stagecoach.runner.packed_inputs import PackedInputs, StepBounds, exact_bounds
 from stagecoach.runner.step_inputs import build_step_tensors
 from stagecoach.schedule.step_plan import (
     RowResult,
@@ -36,6 +37,24 @@ VOCAB_SIZE = 24
 BLOCK_SIZE = 4
 STOP_ID = 3
 NUM_DRAFTS = 4
+
+# Parameters of requests whose windows a captured step can end, and of others.
+SIMPLE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3},
+    {"temperature": 0.0, "top_k": 4, "top_p": 0.5},
+    {"temperature": 1e-3},
+]
+NOT_SIMPLE: list[dict[str, Any]] = [
+    {"temperature": 0.7, "top_k": 4},
+    {"temperature": 0.7, "top_p": 0.5},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "logit_bias": {3: 1.0}},
+    {"temperature": 0.0, "min_tokens": 5},
+    {"temperature": 0.0, "logprobs": 0},
+]
 
 Prefix = tuple[int, ...]
 
@@ -60,9 +79,11 @@ def other_logits(prefix: Prefix) -> Tensor:
 class FakeStream(list[Prefix]):
     """The tokens before and at each place of the flat axis, all of them finite."""
 
+    device = "cpu"
+
     @property
     def partial_TH(self) -> Tensor:
-        return torch.zeros(len(self), 1)
+        return torch.zeros(len(self), 1, device=self.device)
 
 
 class FakeModel:
@@ -70,21 +91,40 @@ class FakeModel:
 
     config = SimpleNamespace(vocab_size=VOCAB_SIZE)
 
-    def __init__(self, logits: Callable[[Prefix], Tensor] = target_logits) -> None:
+    def __init__(
+        self,
+        logits: Callable[[Prefix], Tensor] = target_logits,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self._logits = logits
+        self._device = device
+        self._dtype = dtype
 
-    def logits(self, stream: FakeStream, token_index_R: Tensor) -> Tensor:
-        return torch.stack([self._logits(stream[index]) for index in token_index_R.tolist()])
+    def logits(self, stream: FakeStream, token_index_R: Tensor | None) -> Tensor:
+        indices = range(len(stream)) if token_index_R is None else token_index_R.tolist()
+        logits_RV = torch.stack([self._logits(stream[index]) for index in indices])
+        return logits_RV.to(self._device, self._dtype)
 
 
 class FakeDrafter:
     """Mixes the target's logits with others: `error` 0 knows the target, 1 knows nothing of it."""
 
-    def __init__(self, error: float, *, num_drafts: int = NUM_DRAFTS) -> None:
+    def __init__(
+        self,
+        error: float,
+        *,
+        num_drafts: int = NUM_DRAFTS,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self._error = error
+        self._device = device
+        self._dtype = dtype
         self._num_drafts = num_drafts
         self._token_of_row: dict[int, int] = {}
-        self.blocks: list[BlockInputs] = []
+        self.blocks: list[BlockInputs | PackedBlocks] = []
         self.calls: list[str] = []
         self.has_confidences = True
 
@@ -98,7 +138,7 @@ class FakeDrafter:
         """Rows are written at once."""
 
     def propose(
-        self, block: BlockInputs, draft_rows_YRD: Tensor, choose: Choose | None
+        self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:
         self.calls.append("propose")
         self.blocks.append(block)
@@ -107,13 +147,14 @@ class FakeDrafter:
         prefixes: list[Prefix] = [
             (*(self._token_of_row[row] for row in rows_L[:start]), anchor_id)
             for rows_L, start, anchor_id in zip(
-                block.context_rows_NL.tolist(),
+                _context_rows(block),
                 block.starts_N.tolist(),
                 block.anchor_ids_N.tolist(),
                 strict=True,
             )
         ]
-        drafts_NK = torch.empty(len(prefixes), self._num_drafts, dtype=torch.int64)
+        shape = (len(prefixes), self._num_drafts)
+        drafts_NK = torch.empty(shape, dtype=torch.int64, device=self._device)
         for place in range(self._num_drafts):
             logits_NV = torch.stack(
                 [
@@ -121,12 +162,34 @@ class FakeDrafter:
                     for prefix in prefixes
                 ]
             )
+            logits_NV = logits_NV.to(self._device, self._dtype)
             drafts_NK[:, place] = choose(place, logits_NV, drafts_NK[:, :place])
             ids = drafts_NK[:, place].tolist()
             prefixes = [(*prefix, token) for prefix, token in zip(prefixes, ids, strict=True)]
         # Told apart by (position, place), so that a mix-up of rows shows.
-        confidences_NK = block.starts_N[:, None] + torch.arange(self._num_drafts) / 64
+        places_K = torch.arange(self._num_drafts, device=self._device)
+        confidences_NK = block.starts_N[:, None] + places_K / 64
         return Proposal(drafts_NK, confidences_NK if self.has_confidences else None)
+
+
+def _context_rows(block: BlockInputs | PackedBlocks) -> list[list[int]]:
+    """Cache rows of the context of each block; none of a block that is not real."""
+    if isinstance(block, BlockInputs):
+        return block.context_rows_NL.tolist()
+    pages = block.pages_P.tolist()
+    return [
+        [
+            pages[first + position // block.block_size] * block.block_size
+            + position % block.block_size
+            for position in range(start if is_real else 0)
+        ]
+        for first, start, is_real in zip(
+            block.first_pages_N.tolist(),
+            block.starts_N.tolist(),
+            block.is_real_N.tolist(),
+            strict=True,
+        )
+    ]
 
 
 @dataclass
@@ -240,6 +303,7 @@ def make_last_stage(
     tp: TensorParallel | None = None,
     is_sampler: bool = True,
     model: FakeModel | None = None,
+    device: str = "cpu",
 ) -> LastStage:
     return LastStage(
         cast(StageModel, model or FakeModel()),
@@ -248,6 +312,7 @@ def make_last_stage(
         is_sampler=is_sampler,
         speculation=speculation,
         drafter=cast(DSparkDrafter, drafter),
+        device=device,
     )
 
 
@@ -277,8 +342,56 @@ def run_plan(last_stage: LastStage, plan: StepPlan, stream: FakeStream) -> tuple
     return rows
 
 
+class PackedRun:
+    """Runs plans as a device does, with room for more than a plan has; counts the ways they go."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.num_captured = 0
+        self.num_general = 0
+        self._device = device
+        self._inputs = PackedInputs(
+            BLOCK_SIZE, torch.device(device), num_values=1 << 16, num_buffers=2
+        )
+
+    def __call__(
+        self, last_stage: LastStage, plan: StepPlan, stream: FakeStream
+    ) -> tuple[RowResult, ...]:
+        last_stage.admit(plan)
+        forced = last_stage.forced_accepts(plan)
+        assert last_stage.forced_accepts(plan) == forced, "to ask again changes nothing"
+        end = cast(ResidualStream, stream)
+        stream.device = self._device
+        draft_rows_YRD = torch.zeros(1, 1, 1, device=self._device)
+        if not last_stage.can_capture(plan):
+            self.num_general += 1
+            packed = self._inputs.pack(plan, None, forced)
+            taps_TNH = torch.zeros(plan.num_tokens, 1, 1, device=self._device)
+            unread = last_stage.enqueue_general(plan, packed, end, taps_TNH, draft_rows_YRD)
+            assert unread is not None
+            rows = unread.read()
+            assert unread.is_ready()
+            return rows
+        self.num_captured += 1
+        room = exact_bounds(plan).windows
+        assert room is not None
+        room = room._replace(
+            num_tokens=room.num_tokens + 3,
+            num_segments=room.num_segments + 2,
+            max_drafts=NUM_DRAFTS,
+        )
+        packed = self._inputs.pack(plan, StepBounds(room, None), forced)
+        stream.extend([()] * 3)
+        taps_TNH = torch.zeros(room.num_tokens, 1, 1, device=self._device)
+        block = last_stage.enqueue(packed, end, taps_TNH, draft_rows_YRD)
+        return last_stage.rows_of(plan, block.packed.cpu().numpy())
+
+
 def decode(
-    last_stage: LastStage, requests: list[Decoder], num_tokens: int, schedule: Schedule
+    last_stage: LastStage,
+    requests: list[Decoder],
+    num_tokens: int,
+    schedule: Schedule,
+    run: Callable[[LastStage, StepPlan, FakeStream], tuple[RowResult, ...]] = run_plan,
 ) -> None:
     """Every request to `num_tokens` output tokens or a few more."""
     step = 0
@@ -308,7 +421,38 @@ def decode(
             for segment, item in parts
             for place in range(segment.num_tokens)
         )
-        rows = run_plan(last_stage, plan, stream)
+        rows = run(last_stage, plan, stream)
         for (segment, item), row in zip(parts, rows, strict=True):
             item.commit(segment, row)
         step += 1
+
+
+def outcome(
+    params: list[dict[str, Any]],
+    schedule: Schedule,
+    *,
+    error: float | None,
+    run: PackedRun | None,
+    acceptance: str = "shared",
+    synthetic: float | None = None,
+    num_tokens: int = 24,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> list[Decoder]:
+    """Requests decoded to the end, without a drafter where `error` is None."""
+    requests = decoders(params)
+    asked = drafter = None
+    if error is not None:
+        asked = speculation(acceptance, synthetic=synthetic)
+        drafter = FakeDrafter(error, device=device, dtype=dtype)
+    model = FakeModel(device=device, dtype=dtype)
+    last_stage = make_last_stage(asked, drafter, model=model, device=device)
+    decode(last_stage, requests, num_tokens, schedule, run or run_plan)
+    return requests
+
+
+def assert_same(ours: list[Decoder], theirs: list[Decoder]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.rows == other.rows
+        assert one.logprobs == other.logprobs

@@ -4,7 +4,7 @@ The next token is a function of the prefix alone, so that every schedule of a re
 the same output as `one_shot`. `fake_stage.py` says what is proved of memory on the way.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -98,8 +98,9 @@ class FakeExecutor:
         self.results: deque[StepResult] = deque()
         # Tokens of each admission as the plans named them, and as they were at each plan: the
         # history that memory must hold.
-        self.histories: dict[tuple[int, int], list[int]] = {}
-        self.at_step: dict[int, list[tuple[int, ...]]] = {}
+        self.histories: dict[tuple[int, int], list[int | None]] = {}
+        self.at_step: dict[int, list[tuple[int | None, ...]]] = {}
+        self.newest: dict[int, int] = {}  # by sampling row
         self.break_rows: Callable[[Segment], bool] = lambda segment: False
 
     def launch(self, plan: StepPlan, skipped: Callable[[Segment], Sequence[int]]) -> None:
@@ -113,7 +114,8 @@ class FakeExecutor:
             key = (segment.request_id, segment.epoch)
             history = self.histories.setdefault(key, list(skipped(segment)))
             assert len(history) >= segment.start, plan.marked(segment)
-            history[segment.start :] = segment.token_ids  # rejected drafts are overwritten
+            # Rejected drafts are overwritten; what a chained window computes is seen when it runs.
+            history[segment.start :] = segment.token_ids or (None,)
             self.at_step[plan.step].append(tuple(history))
         for inbox in self.inboxes:
             inbox.append(plan.encode())
@@ -125,7 +127,7 @@ class FakeExecutor:
     def advance(self, stage: int) -> None:
         """Let a stage run its next plan; the last one answers."""
         plan = StepPlan.decode(self.inboxes[stage].popleft())
-        hashes = self.stages[stage].run(plan, self.at_step[plan.step])
+        hashes = self.stages[stage].run(plan, self._histories(plan))
         self.num_run[stage] += 1
         if stage < len(self.stages) - 1:
             return
@@ -137,6 +139,19 @@ class FakeExecutor:
             StepResult(step=plan.step, digest=plan.digest(), rows=rows, differences=differences)
         )
 
+    def _histories(self, plan: StepPlan) -> list[list[int]]:
+        """Of each segment, all tokens up to its end."""
+        filled = []
+        for segment, history in zip(plan.segments, self.at_step[plan.step], strict=True):
+            known = self.histories[segment.request_id, segment.epoch]
+            if segment.is_chained:
+                assert segment.sampling_row is not None and len(self.stages) == 1
+                known[segment.start] = self.newest[segment.sampling_row]
+            tokens = [known[i] if token is None else token for i, token in enumerate(history)]
+            filled.append([token for token in tokens if token is not None])
+            assert len(filled[-1]) == segment.end, f"chained to nothing:\n{plan.marked(segment)}"
+        return filled
+
     def drain(self) -> None:
         """Run everything that was launched."""
         for stage in range(len(self.stages)):
@@ -145,6 +160,8 @@ class FakeExecutor:
 
     def _row(self, segment: Segment, hashes: list[int]) -> RowResult:
         if hashes[-1] == NAN or self.break_rows(segment):
+            if segment.sampling_row is not None:
+                self.newest[segment.sampling_row] = BAD
             return RowResult(
                 request_id=segment.request_id,
                 epoch=segment.epoch,
@@ -174,6 +191,7 @@ class FakeExecutor:
             for num_outputs, prefix in enumerate(prefixes, start=first)
         ]
         token_ids = VerifyWindow.of(segment).row(sampled)
+        self.newest[segment.sampling_row] = token_ids[-1]
         if entry.params.logprobs is not None:
             logprobs = tuple(map(token_logprob, prefixes, token_ids))
             row = msgspec.structs.replace(row, logprobs=logprobs)
@@ -218,6 +236,7 @@ class Limits(NamedTuple):
     num_host_pages: int = 0
     num_host_slots: int = 0
     verify_rate: float = 0.0
+    is_chaining: bool = False
 
     @property
     def memory(self) -> MemoryPlan:
@@ -259,6 +278,7 @@ def make_scheduler(
         num_draft_tokens=limits.num_draft_tokens,
         first_step=first_step,
         shadows=shadows,
+        is_chaining=limits.is_chaining,
         debug_poison=debug_poison,
     )
 
@@ -288,7 +308,7 @@ class Harness:
         self.plans: list[StepPlan] = []
         self._committed = 0
         self._ends: dict[tuple[int, int], int] = {}
-        self._samples_in_flight: set[tuple[int, int]] = set()
+        self._samples_in_flight: Counter[tuple[int, int]] = Counter()
 
     def add(
         self,
@@ -350,8 +370,9 @@ class Harness:
         for segment, row in zip(plan.segments, result.rows, strict=True):
             if segment.sampling_row is not None and row.is_finite:
                 key = (segment.request_id, segment.epoch)
-                self._samples_in_flight.discard(key)
-                self._ends[key] = segment.end - segment.num_draft_tokens + len(row.token_ids) - 1
+                self._samples_in_flight[key] -= 1
+                if segment.num_draft_tokens:
+                    self._ends[key] = segment.certain_end + len(row.token_ids) - 1
         for item in items:
             assert not self.is_ended(item.request_id), f"progress after the end: {item}"
             self.progress[item.request_id].append(item)
@@ -430,7 +451,7 @@ class Harness:
 
     def _check_plan(self, plan: StepPlan) -> None:
         limits = self.limits
-        assert self.scheduler.num_in_flight <= limits.num_stages
+        assert self.scheduler.num_in_flight <= limits.num_stages + limits.is_chaining
         assert plan.num_tokens <= limits.max_num_batched_tokens, f"over the budget:\n{plan}"
         assert len(plan.segments) <= limits.max_num_seqs, f"too many requests:\n{plan}"
         for entry in plan.admissions:
@@ -441,7 +462,7 @@ class Harness:
             key = (segment.request_id, segment.epoch)
             request = self._request(segment.request_id)
             assert segment.epoch == request.epoch, f"preempted in its own plan:\n{plan}"
-            assert key not in self._samples_in_flight, (
+            assert self._samples_in_flight[key] == segment.is_chained, (
                 f"planned with a sample in flight:\n{plan.marked(segment)}"
             )
             if key not in self._ends:
@@ -455,20 +476,22 @@ class Harness:
             certain_end = segment.end - segment.num_draft_tokens
             certain = segment.token_ids[: segment.num_tokens - segment.num_draft_tokens]
             assert certain == request.token_ids(segment.start, certain_end)
+            num_tokens = request.num_tokens + segment.is_chained
             # A window may have left pages that its drafts filled in vain.
             fewest = -(-segment.end // limits.block_size)
             most = -(-(certain_end + limits.num_draft_tokens) // limits.block_size)
             if request.is_shadow:  # it takes all its pages at the start
                 most = -(-request.num_tokens // limits.block_size)
             assert fewest <= len(segment.page_ids) <= most, f"bad pages:\n{plan.marked(segment)}"
-            is_final = certain_end == request.num_tokens
+            is_final = certain_end == num_tokens
             assert (segment.sampling_row is not None) == is_final, plan.marked(segment)
             if is_final:
-                self._samples_in_flight.add(key)
+                self._samples_in_flight[key] += 1
                 self._check_window(plan, segment, request)
 
     def _check_window(self, plan: StepPlan, segment: Segment, request: Request) -> None:
-        num_left = request.max_tokens - len(request.output_token_ids)
+        num_left = request.max_tokens - len(request.output_token_ids) - segment.is_chained
+        assert num_left >= 1, f"a token too many:\n{plan.marked(segment)}"
         assert segment.num_draft_tokens <= self.limits.num_draft_tokens, plan.marked(segment)
         assert segment.num_draft_tokens < num_left, f"a row too long:\n{plan.marked(segment)}"
         assert num_left >= 3 or not segment.proposes, f"drafts for nobody:\n{plan}"

@@ -86,7 +86,7 @@ def test_a_middle_chunk_changes_nothing_but_the_counts() -> None:
     """Also when the final chunk was planned before its result came (I10, I11)."""
     request = make_request()
     request.num_computed = 4
-    request.is_sample_in_flight = True
+    request.num_samples_in_flight = 1
     assert apply_row(request, make_segment(0, (5, 6)), make_row(), EOS_TOKEN_IDS) is None
     assert request.output_token_ids == [] and request.is_sample_in_flight
     assert (request.num_steps, request.num_plans_in_flight) == (1, 1)

@@ -70,7 +70,9 @@ def test_a_request_advances_as_its_segment_is_added() -> None:
     draft = PlanDraft(10, frozenset({0}))
     draft.add_chunk(request, 2)
     assert (request.num_computed, request.num_plans_in_flight) == (6, 2)
-    assert request.is_sample_in_flight and draft.requests == (request,)
+    assert request.is_sample_in_flight
+    draft.finish(1)
+    assert draft.requests == (request,)
 
 
 def test_a_window_is_the_newest_token() -> None:
@@ -147,6 +149,7 @@ def test_rows_of_a_request_with_a_grammar_wait_for_masks() -> None:
     assert entry.params == SamplingParams(temperature=0.5)
     assert len(plan.encode()) < 1_000
     request.output_token_ids.append(20)
+    request.num_samples_in_flight = 0
     request.draft_token_ids = (21, 22)
     draft = PlanDraft(100, frozenset())
     draft.add_window(request, 2)

@@ -40,7 +40,7 @@ def test_a_long_queue_is_cut_and_counted() -> None:
 
 
 def test_plans_are_counted_from_the_last_that_something_came_of() -> None:
-    watch = ProgressWatch(max_model_len=10, num_stages=2)
+    watch = ProgressWatch(max_model_len=10, most_in_flight=2)
     for _ in range(watch.limit):
         watch.note_plan()
     assert not watch.is_over

@@ -114,7 +114,7 @@ def test_the_last_state_of_a_request(
     request = make_request()
     request.output_token_ids.extend([1] * num_outputs)
     request.num_computed, request.num_replay = num_computed, num_replay
-    request.is_sample_in_flight = is_sampling
+    request.num_samples_in_flight = int(is_sampling)
     assert last_state(request) == state
 
 

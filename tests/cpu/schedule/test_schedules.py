@@ -19,8 +19,11 @@ PAGES_OF_ONE = MAX_MODEL_LEN // BLOCK_SIZE
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
     max_num_seqs = draw(st.sampled_from([4, 6, 3, 2, 1]))
+    num_stages = draw(st.integers(1, 4))
+    num_draft_tokens = draw(st.sampled_from([3, 7, 1, 0]))
+    can_chain = num_stages == 1 and not num_draft_tokens
     return Limits(
-        num_stages=draw(st.integers(1, 4)),
+        num_stages=num_stages,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(
             st.sampled_from([1, 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 16, 64])
@@ -29,12 +32,13 @@ def limits(draw: st.DrawFn) -> Limits:
         max_model_len=MAX_MODEL_LEN,
         num_pages=1 + PAGES_OF_ONE + draw(st.sampled_from([0, 1, 2, 3, 30])),
         num_live_slots=max_num_seqs - draw(st.integers(0, max_num_seqs // 3)),
-        num_draft_tokens=draw(st.sampled_from([3, 7, 1, 0])),
+        num_draft_tokens=num_draft_tokens,
         has_prefix_cache=draw(st.sampled_from([True, True, True, False])),
         state_checkpoint_interval=draw(st.sampled_from([BLOCK_SIZE, 2 * BLOCK_SIZE, 0, 1])),
         num_checkpoint_slots=draw(st.sampled_from([0, 1, 2, 3, 8])),
         num_host_pages=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
         num_host_slots=draw(st.sampled_from([0, 1, 3, 8])),
+        is_chaining=can_chain and draw(st.booleans()),
     )
 
 

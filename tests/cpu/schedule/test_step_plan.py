@@ -111,6 +111,37 @@ def test_a_plan_reads_back_from_its_text(plan: StepPlan) -> None:
     assert StepPlan.parse(str(plan)) == plan
 
 
+def make_chained(**changes: Any) -> Segment:
+    return make_segment(**({"token_ids": (), "is_chained": True, "sampling_row": 4} | changes))
+
+
+def test_a_chained_window_has_a_token_that_nobody_names() -> None:
+    segment = make_chained()
+    assert segment.is_window and (segment.num_tokens, segment.end) == (1, segment.start + 1)
+    plan = StepPlan(step=3, segments=(segment,))
+    assert str(plan).endswith("tokens chained") and StepPlan.parse(str(plan)) == plan
+    assert StepPlan.decode(plan.encode()) == plan and plan.num_tokens == plan.num_samples == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": (5,)},
+        {"sampling_row": None},
+        {"start": 0, "read_slot": 0},
+        {"num_draft_tokens": 1},
+        {"proposes": True},
+        {"is_constrained": True},
+        {"reports_logits": True},
+        {"prompt_logprob_targets": (3,)},
+        {"saves": (Save(5, 9),)},
+    ],
+)
+def test_a_chained_window_is_nothing_more(changes: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="chained"):
+        make_chained(**changes)
+
+
 @given(plans())
 def test_a_plan_crosses_processes_unchanged(plan: StepPlan) -> None:
     decoded = StepPlan.decode(plan.encode())

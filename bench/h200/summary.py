@@ -1,0 +1,285 @@
+"""Headline figures and tables of the parts that a run left.
+
+    python -m bench.h200.summary bench/results/h200
+
+reads every part in the folder and writes `summary.json` and `results.md` beside them. A figure
+whose part is missing is null.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.h200 import peer
+from bench.h200.parts import read_parts
+
+Parts = dict[str, dict[str, Any]]
+NUM_PROFILED_KERNELS = 8
+
+
+class Headline:
+    """Figures by name, each with the commit it was measured at."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, part: str, value: Any) -> None:
+        commit = self._parts[part]["environment"]["commit"] if part in self._parts else None
+        self.figures[name] = {"value": value, "commit": commit, "part": part}
+
+    def results(self, part: str) -> dict[str, Any] | None:
+        return self._parts[part]["results"] if part in self._parts else None
+
+
+def engine_part(num_stages: int, tp_size: int) -> str:
+    return f"kimi-linear-pp{num_stages}-tp{tp_size}"
+
+
+def vllm_ratios(engine: dict[str, Any]) -> dict[int, float]:
+    """The peer's step time over ours, by concurrency: above 1 we are faster."""
+    points = peer.DECODE[engine["pp"], engine["tp"]]
+    return {
+        point["concurrency"]: points[point["concurrency"]].step_ms / point["step_ms"]
+        for point in engine["decode"]
+        if point["concurrency"] in points
+    }
+
+
+def make_headline(parts: Parts) -> dict[str, dict[str, Any]]:
+    headline = Headline(parts)
+    one, two = engine_part(1, 1), engine_part(2, 1)
+    single, pipeline = headline.results(one), headline.results(two)
+    headline.add("graphs_under_pp", two, pipeline["has_graphs"] if pipeline else None)
+    kda = headline.results("kernels-kda_window")
+    for name, key in (
+        ("kda_verify_speedup_vs_fla", "verify_speedup_vs_fla"),
+        ("kda_verify_bandwidth_fraction", "verify_bandwidth_fraction"),
+    ):
+        headline.add(name, "kernels-kda_window", kda.get(key) if kda else None)
+    mla = headline.results("kernels-mla")
+    headline.add(
+        "mla_decode_bandwidth_fraction",
+        "kernels-mla",
+        mla.get("decode_bandwidth_fraction") if mla else None,
+    )
+    for name, part, engine in (
+        ("pp2_vs_vllm_min_ratio", two, pipeline),
+        ("pp1_vs_vllm_min_ratio", one, single),
+    ):
+        headline.add(name, part, min(vllm_ratios(engine).values()) if engine else None)
+    tp = headline.results(engine_part(1, 2))
+    headline.add(
+        "tp2_vs_vllm_min_ratio", engine_part(1, 2), min(vllm_ratios(tp).values()) if tp else None
+    )
+    for concurrency in (1, 64):
+        fractions = {
+            point["concurrency"]: point["fraction_of_limit"]
+            for point in (single or {}).get("decode", ())
+        }
+        headline.add(f"decode_fraction_of_limit_c{concurrency}", one, fractions.get(concurrency))
+    headline.add("prefill_pp2_scaling", two, _prefill_scaling(single, pipeline))
+    demo = headline.results("demo")
+    headline.add("acceptance_pp2_over_pp1", "demo", _acceptance_ratio(demo))
+    return headline.figures
+
+
+def _prefill_scaling(
+    single: dict[str, Any] | None, pipeline: dict[str, Any] | None
+) -> float | None:
+    """Tokens a second of the longest prompt that both ran, two stages over one."""
+    if not single or not pipeline:
+        return None
+    rates = [
+        {point["length"]: point["tokens_per_second"] for point in engine["prefill"]}
+        for engine in (single, pipeline)
+    ]
+    longest = max(rates[0].keys() & rates[1].keys(), default=None)
+    return None if longest is None else rates[1][longest] / rates[0][longest]
+
+
+def _acceptance_ratio(demo: dict[str, Any] | None) -> float | None:
+    if not demo:
+        return None
+    rounds = demo["tokens_per_round"]
+    one, two = rounds.get("pp1 bfloat16 draft"), rounds.get("pp2 bfloat16 draft")
+    return two / one if one and two else None
+
+
+def make_tables(parts: Parts) -> str:
+    lines = ["# Measured on H200s", ""]
+    for name, part in parts.items():
+        environment = part["environment"]
+        versions = ", ".join(f"{key} {value}" for key, value in environment["versions"].items())
+        lines += [
+            f"## {name}",
+            "",
+            f"{len(environment['gpus'])} x {environment['gpus'][0]}, {environment['cores']} cores, "
+            f"Python {environment['python']}, {versions}, CUDA {environment['cuda']}. "
+            f"Commit {environment['commit']}.",
+            "",
+            *_table(name, part["results"]),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _table(name: str, results: dict[str, Any]) -> list[str]:
+    if "decode" in results:
+        return _engine_table(results)
+    if "rows" in results:
+        columns = list(results["rows"][0])
+        return _rows(
+            columns, [[_shown(row.get(column)) for column in columns] for row in results["rows"]]
+        )
+    if name == "demo":
+        return _demo_table(results)
+    if name.startswith("profile"):
+        return _profile_table(results)
+    if name == "cache":
+        return _cache_table(results)
+    return ["```json", json.dumps(results, indent=1), "```"]
+
+
+def _engine_table(results: dict[str, Any]) -> list[str]:
+    is_peer_shape = (
+        results["shape"] == "kimi-linear" and (results["pp"], results["tp"]) in peer.DECODE
+    )
+    ratios = vllm_ratios(results) if is_peer_shape and results["has_graphs"] else {}
+    lines = _rows(
+        [
+            "requests",
+            "step ms",
+            "limit ms",
+            "of limit",
+            "request ms",
+            "out tok/s",
+            "vLLM step / ours",
+            "loop ms",
+            "busy",
+        ],
+        [
+            [
+                str(point["concurrency"]),
+                f"{point['step_ms']:.2f}",
+                _shown(point.get("limit_ms")),
+                _shown(point.get("fraction_of_limit")),
+                f"{point['request_ms']:.2f}",
+                f"{point['output_tokens_per_second']:.0f}",
+                _shown(ratios.get(point["concurrency"])),
+                f"{point['loop_ms_per_step']:.2f}",
+                " ".join(f"{share:.0%}" for share in point["stage_busy_share"]),
+            ]
+            for point in results["decode"]
+        ],
+    )
+    if results["prefill"]:
+        lines += [
+            "",
+            *_rows(
+                ["prompt", "seconds", "tok/s", "vLLM tok/s", "busy"],
+                [
+                    [
+                        str(point["length"]),
+                        f"{point['seconds']:.3f}",
+                        f"{point['tokens_per_second']:.0f}",
+                        _peer_prefill(results, point["length"]),
+                        " ".join(f"{share:.0%}" for share in point["stage_busy_share"]),
+                    ]
+                    for point in results["prefill"]
+                ],
+            ),
+        ]
+    return [*lines, "", f"Start: {results['start_seconds']:.1f} s."]
+
+
+def _peer_prefill(results: dict[str, Any], length: int) -> str:
+    """The peer's tokens a second, where it was measured."""
+    if results["shape"] != "kimi-linear" or length != peer.PREFILL_TOKENS:
+        return ""
+    rate = peer.PREFILL.get((results["pp"], results["tp"]))
+    return "" if rate is None else f"{rate:.0f}"
+
+
+def _profile_table(results: dict[str, Any]) -> list[str]:
+    return _rows(
+        ["", "step us", "no kernel runs, us", "largest kernels, us a step"],
+        [
+            [
+                title,
+                f"{point['step_us']:.0f}",
+                f"{point['between_us']:.0f}",
+                ", ".join(
+                    f"{row['kernel']} {row['us']:.0f}"
+                    for row in point["kernels"][:NUM_PROFILED_KERNELS]
+                ),
+            ]
+            for title, point in results.items()
+        ],
+    )
+
+
+def _cache_table(results: dict[str, Any]) -> list[str]:
+    return _rows(
+        ["checkpoints", "computed ms", "hit ms", "ratio"],
+        [
+            [
+                f"every {interval} tokens" if int(interval) else "at the end only",
+                f"{1e3 * point['computed_seconds']:.1f}",
+                f"{1e3 * point['hit_seconds']:.1f}",
+                f"{point['ratio']:.1f}",
+            ]
+            for interval, point in results.items()
+        ],
+    )
+
+
+def _demo_table(results: dict[str, Any]) -> list[str]:
+    return _rows(
+        ["engine", "answers equal", "tokens", "noise", "unexplained", "score", "tokens a round"],
+        [
+            [
+                name,
+                f"{agreement['num_equal']}/{agreement['num_answers']}",
+                str(agreement["num_tokens"]),
+                f"{agreement['noise']:.3g}",
+                str(agreement["num_unexplained"]),
+                f"{sum(results['scores'][name].values()) / len(results['scores'][name]):.3f}",
+                _shown(results["tokens_per_round"][name]),
+            ]
+            for name, agreement in results["agreement"].items()
+        ],
+    )
+
+
+def _rows(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    parts = read_parts(folder)
+    headline = make_headline(parts)
+    (folder / "summary.json").write_text(json.dumps(headline, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.md").write_text(make_tables(parts), encoding="utf-8")
+    for name, figure in headline.items():
+        print(f"{name:34s} {_shown(figure['value']):>8s}  {figure['commit'] or ''}")
+
+
+if __name__ == "__main__":
+    main()
