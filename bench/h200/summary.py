@@ -25,9 +25,16 @@ class Headline:
         self._parts = parts
         self.figures: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, part: str, value: Any) -> None:
+    def add(self, name: str, part: str, value: Any, **details: Any) -> None:
         commit = self._parts[part]["environment"]["commit"] if part in self._parts else None
-        self.figures[name] = {"value": value, "commit": commit, "part": part}
+        self.figures[name] = {"value": value, "commit": commit, "part": part, **details}
+
+    def add_ratio(self, name: str, part: str) -> None:
+        """The least of `vllm_ratios`, and the concurrencies it is the least of."""
+        engine = self.results(part)
+        ratios = vllm_ratios(engine) if engine else {}
+        least = min(ratios.values(), default=None)
+        self.add(name, part, least, concurrencies=list(ratios))
 
     def results(self, part: str) -> dict[str, Any] | None:
         return self._parts[part]["results"] if part in self._parts else None
@@ -64,22 +71,21 @@ def make_headline(parts: Parts) -> dict[str, dict[str, Any]]:
         "kernels-mla",
         mla.get("decode_bandwidth_fraction") if mla else None,
     )
-    for name, part, engine in (
-        ("pp2_vs_vllm_min_ratio", two, pipeline),
-        ("pp1_vs_vllm_min_ratio", one, single),
-    ):
-        headline.add(name, part, min(vllm_ratios(engine).values()) if engine else None)
-    tp = headline.results(engine_part(1, 2))
-    headline.add(
-        "tp2_vs_vllm_min_ratio", engine_part(1, 2), min(vllm_ratios(tp).values()) if tp else None
-    )
+    headline.add_ratio("pp2_vs_vllm_min_ratio", two)
+    headline.add_ratio("pp1_vs_vllm_min_ratio", one)
+    headline.add_ratio("tp2_vs_vllm_min_ratio", engine_part(1, 2))
     for concurrency in (1, 64):
         fractions = {
             point["concurrency"]: point["fraction_of_limit"]
             for point in (single or {}).get("decode", ())
         }
         headline.add(f"decode_fraction_of_limit_c{concurrency}", one, fractions.get(concurrency))
-    headline.add("prefill_pp2_scaling", two, _prefill_scaling(single, pipeline))
+    # A run of two stages that was cut short may lack its prompts; another may have them.
+    for part in (two, *(name for name in parts if name.startswith(f"{two}-"))):
+        scaling = _prefill_scaling(single, headline.results(part))
+        if scaling is not None:
+            break
+    headline.add("prefill_pp2_scaling", part, scaling)
     demo = headline.results("demo")
     headline.add("acceptance_pp2_over_pp1", "demo", _acceptance_ratio(demo))
     return headline.figures
