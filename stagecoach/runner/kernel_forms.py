@@ -66,6 +66,11 @@ def _shapes_with_chunks(
         sizes = powers_of_two(2, min(most_tokens, most or most_tokens))
         shapes += [(windows, _cut(size, longest)) for size in sizes]
         shapes += [(windows, [2] * number) for number in numbers]
+    if most is None:
+        # Before a chunk windows run without a graph, in forms for numbers that no graph may have.
+        numbers = powers_of_two(2, engine.max_num_seqs - 1)
+        widths = powers_of_two(1, 1 + config.num_draft_tokens)
+        shapes += [([width] * number, [2]) for width in widths for number in numbers]
     return [shape for shape in shapes if _has_room(config, *shape)]
 
 
