@@ -329,7 +329,7 @@ def gate_up(
     """activation(gate x, up x), [P, I] in sorted order."""
     num_inputs, width = x_TL.shape[1], experts.width
     product_PI = x_TL.new_empty((len(order.pairs_P), width))
-    weights, cut = _product(experts.gate_up_E2IL.flatten(0, 1), tiles.gate_up)
+    weights, cut = _product(experts.gate_up_E2IL.flatten(0, 1), width, tiles.gate_up)
     grid = (len(order.tile_rows_M) * -(-width // tiles.gate_up.block_n),)
     gate_up_kernel[grid](
         x_TL,
@@ -351,7 +351,7 @@ def down(product_PI: Tensor, order: SortedPairs, experts: Experts, tiles: Sorted
     """The experts' outputs, [P, L] by pair."""
     num_outputs, width = experts.down_ELI.shape[1:]
     out_PL = product_PI.new_empty((len(product_PI), num_outputs))
-    weights, cut = _product(experts.down_ELI.flatten(0, 1), tiles.down)
+    weights, cut = _product(experts.down_ELI.flatten(0, 1), num_outputs, tiles.down)
     grid = (len(order.tile_rows_M) * -(-num_outputs // tiles.down.block_n),)
     down_kernel[grid](
         product_PI,
@@ -389,11 +389,22 @@ def combine(out_PL: Tensor, weights_TK: Tensor, ids_TK: Tensor, addend_TL: Tenso
     return out_TL
 
 
-def _product(weights_RK: Tensor, tiles: ProductTiles) -> tuple[Any, dict[str, Any]]:
-    """What a kernel loads rows of weights by, a pointer or a descriptor, and how it cuts them."""
+def _product(
+    weights_RK: Tensor, num_outputs: int, tiles: ProductTiles
+) -> tuple[Any, dict[str, Any]]:
+    """What a kernel loads rows of weights by, a pointer or a descriptor, and how it cuts them.
+
+    Args:
+        weights_RK: those of all experts, one behind the other.
+        num_outputs: of an expert.
+    """
     num_inputs = weights_RK.shape[1]
-    # A descriptor's rows begin at multiples of 16 bytes.
-    has_descriptor = tiles.has_descriptor and num_inputs * weights_RK.element_size() % 16 == 0
+    # A descriptor's rows begin at multiples of 16 bytes, and a block of it is one expert's.
+    has_descriptor = (
+        tiles.has_descriptor
+        and num_inputs * weights_RK.element_size() % 16 == 0
+        and num_outputs % tiles.block_n == 0
+    )
     cut = {
         "IS_EVEN": num_inputs % tiles.block_k == 0,
         "BLOCK_N": tiles.block_n,

@@ -63,8 +63,6 @@ def test_widths_double_up_to_the_widest_window(
 def test_asked_for_sizes_are_taken_if_a_batch_can_be_that_large(folder: Path) -> None:
     config = resolved(folder, max_num_seqs=10, cudagraph_capture_sizes=(3, 10, 12))
     assert {bucket.num_segments for bucket in make_buckets(config).all} == {3, 10}
-    # One too large for every plan is as good as none.
-    assert not make_buckets(resolved(folder, max_num_seqs=10, cudagraph_capture_sizes=(12,))).all
 
 
 @pytest.mark.parametrize(
