@@ -141,7 +141,8 @@ def main() -> None:
             title = f"decode at {concurrency}"
             results[title] = profile_decode(llm, concurrency, source)
             show(title, results[title])
-            time.sleep(0.2)
+            while llm.stats().num_running:  # an abort is a message
+                time.sleep(0.01)
         if arguments.prefill:
             prompt = engine.random_prompt(source, arguments.prefill, vocab_size)
             kernels, _ = record(llm, None, lambda: engine.run_batch(llm, [prompt], 1))
