@@ -83,6 +83,26 @@ CASES: dict[str, ChunkCase] = {
             (2, 31, 12),
         ),
     ),
+    "many saves": ChunkCase(
+        lengths=(177, 300, 1, 64, 129, 31, 220, 95),
+        starts=(0, 128, 64, 0, 64, 0, 128, 0),
+        read_slots=(0, 2, 3, 0, 5, 0, 7, 0),
+        write_slots=(1, 2, 3, 4, 5, 6, 7, 8),
+        saves=(
+            (0, 100, 9),
+            (0, 177, 10),
+            (1, 130, 11),
+            (1, 250, 12),
+            (1, 320, 13),
+            (4, 65, 14),
+            (4, 191, 15),
+            (5, 30, 16),
+            (6, 200, 17),
+            (6, 205, 18),
+            (7, 64, 19),
+            (7, 94, 20),
+        ),
+    ),
     "room to spare": ChunkCase(
         lengths=(20, 66), starts=(0, 5), capacity_segments=5, capacity_tokens=300, saves=()
     ),

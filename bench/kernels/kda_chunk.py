@@ -4,6 +4,7 @@
 imported; `fla` takes its time.
 """
 
+import dataclasses
 import signal
 import sys
 import time
@@ -156,8 +157,9 @@ def check(report: Report) -> None:
     """Every case at both types."""
     for dtype, tolerance in _TOLERANCES.items():
         for name, case in CASES.items():
-            case = ChunkCase(**{**vars(case), "head_dim": _REAL_DIM})
-            _check_case(report, name, case, dtype, tolerance)
+            for head_dim in (64, _REAL_DIM):
+                case = dataclasses.replace(case, head_dim=head_dim, num_heads=4)
+                _check_case(report, f"{name}, {head_dim}", case, dtype, tolerance)
         long = ChunkCase(lengths=(1000, 3, 640), head_dim=_REAL_DIM, lower_bound=None)
         _check_case(report, "long", long, dtype, tolerance)
         _check_case(

@@ -23,6 +23,8 @@ from stagecoach.kernels.ragged import PackedGroup, PackedSaves
 _NUM_LEVELS = CHUNK_SIZE.bit_length() - 1
 _NUM_MULTIPROCESSORS = 132  # of an H200
 _NARROW_V = 32
+# Triton 3.6 has wgmma read a transposed operand of fewer columns beyond its end.
+_LEAST_TURNED_COLUMNS = 64
 
 
 class ChunkTiles(NamedTuple):
@@ -32,6 +34,7 @@ class ChunkTiles(NamedTuple):
     scan_block_v: int  # value channels of one program
     scan_warps: int
     scan_stages: int
+    saves_block_v: int = _LEAST_TURNED_COLUMNS  # the same, of one that leads a saved state on
 
 
 def chunk_tiles(
@@ -43,7 +46,9 @@ def chunk_tiles(
     often; narrow ones are better where even they do not fill the device.
     """
     if dtype == torch.float32:
-        return ChunkTiles(products_warps=8, scan_block_v=16, scan_warps=4, scan_stages=1)
+        return ChunkTiles(
+            products_warps=8, scan_block_v=16, scan_warps=4, scan_stages=1, saves_block_v=16
+        )
     num_narrow = num_heads * group.num_segments * (num_values // _NARROW_V)
     block_v = _NARROW_V if num_narrow <= _NUM_MULTIPROCESSORS else 2 * _NARROW_V
     return ChunkTiles(products_warps=4, scan_block_v=block_v, scan_warps=4, scan_stages=3)
@@ -164,7 +169,10 @@ def kda_chunked_packed(
         **common,
     )
     if has_saves:
-        chunk_saves_kernel[(num_blocks, num_heads, saves.slots_E.shape[0])](
+        saves_block_v = min(tiles.saves_block_v, num_values)
+        # Two warps use no wgmma.
+        is_narrow = saves_block_v < _LEAST_TURNED_COLUMNS
+        chunk_saves_kernel[(num_values // saves_block_v, num_heads, saves.slots_E.shape[0])](
             k_THK,
             decay_THK,
             a_log_H,
@@ -175,8 +183,8 @@ def kda_chunked_packed(
             *saves,
             decay_THK.stride(0),
             num_segments,
-            BLOCK_V=scan_block_v,
-            num_warps=tiles.scan_warps,
+            BLOCK_V=saves_block_v,
+            num_warps=2 if is_narrow and dtype == torch.bfloat16 else 4,
             **common,
             **gate,
         )

@@ -16,10 +16,11 @@ def no_gradients():
         yield
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", _TOLERANCES)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    case = dataclasses.replace(CASES[name], head_dim=128)
+def test_equals_the_reference(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    case = dataclasses.replace(CASES[name], head_dim=head_dim, num_heads=4)
     errors = compare(case, dtype, "cuda")
     assert errors.output < _TOLERANCES[dtype] and errors.state < _TOLERANCES[dtype], errors
     assert not errors.touched, "a slot changed that no segment names"
