@@ -29,6 +29,7 @@ from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.handoff import Handoff
 from stagecoach.pipeline.links import Links
 from stagecoach.pipeline.peer_memory import PeerMemory, share_memory
+from stagecoach.pipeline.rendezvous import Rendezvous
 from stagecoach.pipeline.topology import Topology, WorkerId
 
 _LAYOUT_SECONDS = 40
@@ -329,7 +330,9 @@ def run_rank(
     device = torch.device("cuda", rank_id)
     torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    links = process_links.connect(worker, topology, rendezvous, device)
+    links = process_links.connect(
+        worker, topology, Rendezvous(file=rendezvous, timeout_seconds=seconds), device
+    )
     rank = Rank(worker, links, device)
     rank.say(f"\n{topology}: connected after {time.perf_counter() - began:.1f} s")
     with torch.inference_mode():

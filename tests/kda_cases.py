@@ -30,16 +30,22 @@ def make_layer(
     head_dim: int = 128,
     num_drafts: int = NUM_DRAFTS,
     lower_bound: float | None = -5.0,
+    are_rows_aligned: bool = True,
     device: str = "cuda",
 ) -> Layer:
-    """Random inputs as a fused projection leaves them, and memory of states of a running model."""
+    """Random inputs as a fused projection leaves them, and memory of states of a running model.
+
+    Rows of the fused tensor begin at multiples of 16 bytes, or 8 where they are not aligned.
+    """
     width = num_heads * head_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device)
 
     # q, k and v, the output gate, and the rates: columns of one tensor.
-    fused = normal(num_tokens, 4 * width + 32 + num_heads).to(dtype)
+    num_columns = 4 * width + 32 + num_heads
+    num_columns += -num_columns % 8 + (0 if are_rows_aligned else 8 // dtype.itemsize)
+    fused = normal(num_tokens, num_columns).to(dtype)
     inputs = KdaInputs(
         channels_TC=fused[:, : 3 * width],
         decay_THK=normal(num_tokens, num_heads, head_dim).to(dtype),
@@ -81,6 +87,7 @@ class Case(NamedTuple):
     num_heads: int = 4
     head_dim: int = 128
     lower_bound: float | None = -5.0
+    are_rows_aligned: bool = True
 
 
 def errors_of(case: Case, dtype: torch.dtype, device: str = "cuda") -> dict[str, float]:
@@ -97,6 +104,7 @@ def errors_of(case: Case, dtype: torch.dtype, device: str = "cuda") -> dict[str,
         num_slots=48,
         head_dim=case.head_dim,
         lower_bound=case.lower_bound,
+        are_rows_aligned=case.are_rows_aligned,
         device=device,
     )
     real, offset = [], 0
@@ -177,8 +185,20 @@ def window_cases(device: str) -> Iterator[Case]:
             saves=[(0, 6, 9), (0, 10, 10), (1, 10, 11), (1, 12, 12), (2, 16, 13), (3, 12, 14)],
         ),
     )
+    yield Case(
+        "single tokens, saves",
+        group(
+            [1, 1, 1],
+            [4, 0, 7],
+            read_slots=[1, 2, 3],
+            write_slots=[5, 2, 6],
+            saves=[(0, 6, 9), (0, 10, 10), (1, 13, 11), (2, 9, 12)],
+        ),
+    )
     yield Case("from nothing", group([1, 4], [0, 0], read_slots=[0, 0]))
     yield Case("unbounded gate", group([8, 2], [3, 1]), lower_bound=None)
+    # The copy engine does not take rows that begin between its multiples of 16 bytes.
+    yield Case("rows not aligned", group([8, 2, 9], [3, 1, 2]), are_rows_aligned=False)
     yield Case("heads of 64", group([8, 2], [3, 1]), head_dim=64)
     yield Case("one head", group([8, 1, 3], [3, 0, 1]), num_heads=1)
 

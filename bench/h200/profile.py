@@ -2,7 +2,9 @@
 
 The Kimi-Linear shape; the worker that chooses tokens is shown. At each concurrency a quarter of a
 second of decoding is recorded; for every kernel the table has calls and microseconds a step.
-"between" is the time during which no kernel ran.
+A rank that begins to record holds up the others: the first part of a recording is left out.
+"between" is the time during which no kernel ran. With two ranks a stage both are shown, and how
+long each waits for the other at the exchanges (`exchanges.py`).
 
     python -m bench.h200.profile --concurrency 1,64,256 --out DIR
 """
@@ -18,11 +20,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench.h200 import engine, shapes
+from bench.h200 import engine, exchanges, shapes
 from bench.h200.parts import write_part
 from stagecoach import LLM, SamplingParams
 
-RECORD_SECONDS = 0.25
+RECORD_SECONDS = 0.4
+_UNSETTLED = 0.35  # of a recording
 NUM_SHOWN = 24
 _TIMEOUT_SECONDS = 60.0
 
@@ -37,6 +40,15 @@ def kernels_of(path: Path) -> list[tuple[str, float, float]]:
         if event.get("cat") in kinds
     ]
     return sorted(found, key=lambda item: item[1])
+
+
+def settled(kernels: list[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """Those of the later part of a recording."""
+    if not kernels:
+        return []
+    first, last = kernels[0][1], kernels[-1][1]
+    begin = first + _UNSETTLED * (last - first)
+    return [kernel for kernel in kernels if kernel[1] >= begin]
 
 
 def short(name: str) -> str:
@@ -70,8 +82,8 @@ def summarize(kernels: list[tuple[str, float, float]], num_steps: int) -> dict[s
     }
 
 
-def record(llm: LLM, seconds: float | None, work: Any) -> tuple[list[Any], int]:
-    """Kernels and steps while `work` runs, or for so many seconds after it has returned."""
+def record(llm: LLM, seconds: float | None, work: Any) -> tuple[list[list[Any]], int]:
+    """Kernels of the last stage's ranks while `work` runs, or for so many seconds; and steps."""
     with tempfile.TemporaryDirectory() as folder:
         before = llm.stats().num_steps
         llm.client.start_profile(folder, _TIMEOUT_SECONDS)
@@ -83,9 +95,10 @@ def record(llm: LLM, seconds: float | None, work: Any) -> tuple[list[Any], int]:
         if answer.error is not None:
             raise RuntimeError(answer.error)
         num_steps = llm.stats().num_steps - before
-        # The last worker chooses tokens with one rank a stage; else the first of the last stage.
+        # The first of them chooses tokens.
         tp_size = llm.config.engine.tensor_parallel_size
-        return kernels_of(Path(sorted(answer.paths)[-tp_size])), max(1, num_steps)
+        ranks = [kernels_of(Path(path)) for path in sorted(answer.paths)[-tp_size:]]
+        return ranks, max(1, num_steps)
 
 
 def profile_decode(llm: LLM, concurrency: int, source: random.Random) -> dict[str, Any]:
@@ -102,11 +115,17 @@ def profile_decode(llm: LLM, concurrency: int, source: random.Random) -> dict[st
     ]
     while len(started) < concurrency:
         started.add(news.get(timeout=_TIMEOUT_SECONDS))
-    kernels, _ = record(llm, RECORD_SECONDS, None)
+    ranks, _ = record(llm, RECORD_SECONDS, None)
     llm.client.abort(ids)
+    ranks = [settled(kernels) for kernels in ranks]
     # One choice of tokens a step, whatever else was counted around the recording.
-    num_steps = sum("count_accepted" in name for name, _, _ in kernels)
-    return summarize(kernels, max(1, num_steps))
+    num_steps = max(1, sum("count_accepted" in name for name, _, _ in ranks[0]))
+    result = summarize(ranks[0], num_steps)
+    if len(ranks) == 2:
+        result["second_rank"] = summarize(ranks[1], num_steps)
+        first, second = map(exchanges.exchanges_of, ranks)
+        result["exchanges"] = exchanges.summarize(exchanges.pair(first, second))
+    return result
 
 
 def show(title: str, result: dict[str, Any]) -> None:
@@ -115,8 +134,13 @@ def show(title: str, result: dict[str, Any]) -> None:
         f"{sum(row['calls'] for row in result['kernels']):.0f} kernels",
         flush=True,
     )
+    second = result.get("second_rank", {"kernels": []})
+    others = {row["kernel"]: row["us"] for row in second["kernels"]}
     for row in result["kernels"][:NUM_SHOWN]:
-        print(f"  {row['us']:9.1f} us {row['calls']:7.1f} x  {row['kernel']}", flush=True)
+        other = f"| {others.get(row['kernel'], 0.0):9.1f} " if others else ""
+        print(f"  {row['us']:9.1f} {other}us {row['calls']:7.1f} x  {row['kernel']}", flush=True)
+    if "exchanges" in result:
+        print("\n".join(exchanges.table(result["exchanges"])), flush=True)
 
 
 def main() -> None:
@@ -145,9 +169,9 @@ def main() -> None:
                 time.sleep(0.01)
         if arguments.prefill:
             prompt = engine.random_prompt(source, arguments.prefill, vocab_size)
-            kernels, _ = record(llm, None, lambda: engine.run_batch(llm, [prompt], 1))
+            ranks, _ = record(llm, None, lambda: engine.run_batch(llm, [prompt], 1))
             title = f"prefill of {arguments.prefill}"
-            results[title] = summarize(kernels, 1)
+            results[title] = summarize(ranks[0], 1)
             show(title, results[title])
     if arguments.out:
         write_part(arguments.out, f"profile-pp{arguments.pp}-tp{arguments.tp}", results)

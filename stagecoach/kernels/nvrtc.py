@@ -1,12 +1,15 @@
 """CUDA C++ kernels, compiled for the GPU at hand when first needed, and their launches.
 
 Owns compilation, loading and the launch on PyTorch's current stream, which a CUDA graph may
-capture. A kernel takes one struct by value. Knows nothing of what kernels compute.
+capture. A kernel takes one struct by value. Knows nothing of what kernels compute. What was
+compiled once is found on disk (`kernel_cache.py`).
 """
 
 import ctypes
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,9 @@ import torch
 
 # What the driver calls the limit that a kernel must raise to use more than 48 KiB.
 _DEFAULT_SHARED_BYTES = 48 * 1024
+_MAX_COMPILERS = 8
+# While nothing is launched, what compiles beside the thread that would launch; else empty.
+_compilers: list[ThreadPoolExecutor] = []
 
 
 class CudaCompileError(RuntimeError):
@@ -28,6 +34,42 @@ def is_available() -> bool:
     except ImportError:
         return False
     return True
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """Kernels that are needed meanwhile are compiled, side by side, and their launches left out.
+
+    What is not compiled at the end goes on; whoever launches it first waits for it.
+    """
+    assert not _compilers, "one at a time"
+    compilers = ThreadPoolExecutor(_MAX_COMPILERS, thread_name_prefix="cuda compiler")
+    _compilers.append(compilers)
+    try:
+        yield
+    finally:
+        _compilers.clear()
+        compilers.shutdown(wait=False)
+
+
+def find_or_compile(source: Path, architecture: str, definitions: Mapping[str, int]) -> bytes:
+    """`compile_cubin`, or what it made of the same text at an earlier start."""
+    from stagecoach.kernels import kernel_cache
+
+    headers = sorted(source.parent.glob("*.cuh"))
+    version = _value(_bindings().nvrtc.nvrtcVersion())
+    name = kernel_cache.digest(
+        [
+            repr((version, architecture, sorted(definitions.items()), source.name)).encode(),
+            source.read_bytes(),
+            *(part for header in headers for part in (header.name.encode(), header.read_bytes())),
+        ]
+    )
+    cubin = kernel_cache.find(name)
+    if cubin is None:
+        cubin = compile_cubin(source, architecture, definitions)
+        kernel_cache.store(name, cubin)
+    return cubin
 
 
 def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int]) -> bytes:
@@ -71,16 +113,23 @@ def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int
 
 
 class CudaKernel:
-    """A function of a loaded module; launches go to the current stream of its device."""
+    """A function of a module, loaded at the first launch; launches go to the current stream."""
 
-    def __init__(self, cubin: bytes, name: str, device: torch.device) -> None:
+    def __init__(self, cubin: "Future[bytes]", name: str, device: torch.device) -> None:
+        """`cubin`: its machine code, or that on its way."""
         self._driver = _bindings().driver
-        self._cubin = cubin  # must outlive the module
+        self._cubin = cubin
+        self._name = name
+        self._device = device
         self._shared_bytes = _DEFAULT_SHARED_BYTES
-        with torch.cuda.device(device):
+
+    @cached_property
+    def _function(self) -> Any:
+        cubin = self._cubin.result()  # must outlive the module, as it does here
+        with torch.cuda.device(self._device):
             torch.cuda.current_stream().synchronize()  # there is a current context from here on
-            self._module = _value(self._driver.cuModuleLoadData(cubin))
-        self._function = _value(self._driver.cuModuleGetFunction(self._module, name.encode()))
+            module = _value(self._driver.cuModuleLoadData(cubin))
+        return _value(self._driver.cuModuleGetFunction(module, self._name.encode()))
 
     def reserve_shared(self, num_bytes: int) -> None:
         """Allow launches with up to `num_bytes` of dynamic shared memory."""
@@ -110,7 +159,12 @@ class CudaKernel:
             num_threads: of a block.
             arguments: the kernel's one parameter; copied before this returns.
             shared_bytes: dynamic shared memory of a block.
+
+        Raises:
+            CudaCompileError: with the compiler's log, at the first launch.
         """
+        if _compilers:
+            return
         self.reserve_shared(shared_bytes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = torch.cuda.current_stream().cuda_stream
@@ -131,15 +185,19 @@ class CudaKernel:
 def load_kernel(
     source: Path, name: str, device: torch.device, definitions: tuple[tuple[str, int], ...]
 ) -> CudaKernel:
-    """The function `name` of a source on a device, compiled at the first call.
+    """The function `name` of a source on a device, compiled at the first call or found on disk.
 
     Raises:
-        CudaCompileError: with the compiler's log.
+        CudaCompileError: with the compiler's log; while nothing is launched, at the first launch.
     """
     major, minor = torch.cuda.get_device_capability(device)
     # The "a" set has instructions that no other GPU has; only Hopper's is used here.
     suffix = "a" if major == 9 else ""
-    cubin = compile_cubin(source, f"sm_{major}{minor}{suffix}", dict(definitions))
+    arguments = (source, f"sm_{major}{minor}{suffix}", dict(definitions))
+    if _compilers:
+        return CudaKernel(_compilers[0].submit(find_or_compile, *arguments), name, device)
+    cubin: Future[bytes] = Future()
+    cubin.set_result(find_or_compile(*arguments))
     return CudaKernel(cubin, name, device)
 
 
@@ -155,7 +213,7 @@ def _bindings() -> ModuleType:
 
 
 def _value(result: tuple[Any, ...]) -> Any:
-    """What a call returned, behind its status."""
+    """What a call returned, behind its status; of several, all."""
     status, *values = result
     assert int(status) == 0, f"{status!r}"
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values)

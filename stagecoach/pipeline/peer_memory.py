@@ -1,9 +1,10 @@
-"""Memory that all GPUs of one host write into.
+"""Memory that the GPUs of one host write into.
 
 Owns one allocation a worker, of one size and layout everywhere, and knows where each lies in this
 process: that of another GPU is reached by ordinary stores over NVLink. Multicast is never used.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,18 @@ class PeerMemory:
 
     Attributes:
         rank: whose region is this worker's own.
-        addresses: of each worker's region in this process, by global rank.
+        addresses: of the region of each worker of this host in this process, by global rank.
     """
 
-    def __init__(self, own: Tensor, handle: Any) -> None:
-        """`handle`: what torch's rendezvous returned for `own`."""
-        self.rank: int = handle.rank
-        self.addresses: tuple[int, ...] = tuple(handle.buffer_ptrs)
+    def __init__(self, own: Tensor, handle: Any, ranks: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            handle: what torch's rendezvous returned for `own`.
+            ranks: those of this host, in the order of the handle; None: all.
+        """
+        self._ranks = tuple(range(len(handle.buffer_ptrs)) if ranks is None else ranks)
+        self.rank: int = self._ranks[handle.rank]
+        self.addresses: dict[int, int] = dict(zip(self._ranks, handle.buffer_ptrs, strict=True))
         self._own = own
         self._handle = handle
 
@@ -37,12 +43,19 @@ class PeerMemory:
         assert end <= self._own.numel(), f"bytes up to {end} of {self._own.numel()}"
         if rank == self.rank:
             return self._own[offset:end].view(dtype)
-        view: Tensor = self._handle.get_buffer(rank, (num_values,), dtype, offset // dtype.itemsize)
+        view: Tensor = self._handle.get_buffer(
+            self._ranks.index(rank), (num_values,), dtype, offset // dtype.itemsize
+        )
         return view
 
 
-def share_memory(num_bytes: int, device: torch.device) -> PeerMemory | None:
-    """Allocate on every worker and make it known to the others; all call it together.
+def share_memory(
+    num_bytes: int, device: torch.device, hosts: Sequence[int] | None = None
+) -> PeerMemory | None:
+    """Allocate on every worker and make it known to those of its host; all call it together.
+
+    Args:
+        hosts: on which host each rank is; None: all on one.
 
     Returns:
         None on every worker where one of them cannot: the GPUs do not reach each other, this
@@ -50,7 +63,7 @@ def share_memory(num_bytes: int, device: torch.device) -> PeerMemory | None:
     """
     memory = reason = None
     try:
-        memory = _rendezvous(num_bytes, device)
+        memory = _rendezvous(num_bytes, device, hosts)
     except (ImportError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
     # Over gloo: all go on with it, or none.
@@ -62,7 +75,7 @@ def share_memory(num_bytes: int, device: torch.device) -> PeerMemory | None:
     return None
 
 
-def _rendezvous(num_bytes: int, device: torch.device) -> PeerMemory:
+def _rendezvous(num_bytes: int, device: torch.device, hosts: Sequence[int] | None) -> PeerMemory:
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed import _symmetric_memory as symmetric
@@ -72,8 +85,16 @@ def _rendezvous(num_bytes: int, device: torch.device) -> PeerMemory:
         raise RuntimeError("multicast is not turned off in this process")
     own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     own.zero_()
-    world = dist.group.WORLD
-    assert world is not None, "join the process groups first"
-    handle = symmetric.rendezvous(own, world)
+    group = dist.group.WORLD
+    assert group is not None, "join the process groups first"
+    ranks = None
+    if hosts is not None and len(set(hosts)) > 1:
+        # Every rank makes every group, in the same order.
+        for host in sorted(set(hosts)):
+            members = [rank for rank, number in enumerate(hosts) if number == host]
+            made = dist.new_group(members)
+            if dist.get_rank() in members:
+                group, ranks = made, members
+    handle = symmetric.rendezvous(own, group)
     torch.cuda.synchronize(device)
-    return PeerMemory(own, handle)
+    return PeerMemory(own, handle, ranks)

@@ -74,11 +74,11 @@ kda_windows(const __grid_constant__ Arguments a) {
             load_raw(shared, a, b, begin);
             if (token < b.length) beta = a.beta[(b.first + token) * a.beta_stride + b.head];
         }
-        if (begin == 0) save_conv_rows(a, b);
+        if (begin == 0) save_conv_rows(a, b, threadIdx.x);
         wait_for_copies();
         __syncthreads();
         prepare_token(shared, a, b, token, rate, beta);
-        store_conv_rows(shared, a, b, token);
+        store_conv_rows(shared.raw, a, b, token, threadIdx.x);
         __syncthreads();
         if (count > 1) {
             pair_tokens(shared);

@@ -1,7 +1,10 @@
-"""KDA windows on a GPU: which of two forms runs them, and their launches.
+"""KDA windows on a GPU: which form runs them, and their launches.
 
-`window.cu` is all of it in one kernel, for heads of 128. Triton's form, the convolution and
-`window_kernel.py`, is for all others and where no CUDA compiler is at hand.
+`walk.cu` and `window.cu` are all of it in one kernel, for heads of 128: the first for windows of
+several tokens, the second for single tokens, for rows that the copy engine does not take and for
+more replayed rows than the first has room for.
+Triton's form, the convolution and `window_kernel.py`, is for all other heads and where no CUDA
+compiler is at hand.
 """
 
 import ctypes
@@ -22,6 +25,7 @@ from stagecoach.observe.log import get_logger
 _log = get_logger(__name__)
 
 _SOURCE = Path(__file__).with_name("window.cu")
+_WALK_SOURCE = _SOURCE.with_name("walk.cu")
 _HEAD_DIM = 128
 _NUM_TAPS = 4
 _TILE = 8  # tokens
@@ -29,11 +33,18 @@ _NUM_THREADS = 256
 # `Shared` in the source, without the rows before the convolution and those that are replayed.
 _VALUES_OF_TILE = 6 * 8 * 128 + 8 * 65 * 4 + 16 * 136 + 16 * 8 + 8 + 8 + 3 * 128 * 4 + 2 * 128
 _ROW_WIDTH = 3 * _HEAD_DIM
+_NUM_WALK_THREADS = 640
+# `Shared` of the walk, without rows in the activations' type: twice `Tokens`, vectors, sums, taps;
+# then a few scalars, units and barriers.
+_VALUES_OF_TOKENS = 2 * 8 * 128 + 2 * 8 * 136 + 2 * 32 + 8
+_VALUES_OF_WALK = 2 * _VALUES_OF_TOKENS + 2 * 8 * 260 + 4 * 128 + 64 + 256 + 3 * 128 * 4 + 128
+_BYTES_OF_UNITS = 12 * 4 + 4 * 9 * 4 + 2 * 8
+_COPY_BYTES = 16  # what the copy engine moves lies at multiples of it
 _MAX_SHARED_BYTES = 227 * 1024
 
 
 class WindowArguments(ctypes.Structure):
-    """`Arguments` in `window.cu`, field by field."""
+    """`Arguments` in `window_arguments.cuh`, field by field."""
 
     _fields_ = [
         *(
@@ -55,6 +66,8 @@ class WindowArguments(ctypes.Structure):
         ("has_bound", ctypes.c_int),
         ("lower_bound", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("num_segments", ctypes.c_int),
+        ("max_replay", ctypes.c_int),
     ]
 
 
@@ -89,17 +102,36 @@ def kda_windows(
     for pool in (memory.recurrent_SHVK, memory.record_SNHX):
         assert pool.dtype == torch.float32, f"{pool.dtype} of states and records"
     if _is_for_cuda(inputs, weights, group, out_THV) and _has_compiler():
-        kernel = nvrtc.load_kernel(
-            _SOURCE,
-            "kda_windows",
-            out_THV.device,
-            tuple(window_definitions(out_THV.dtype).items()),
-        )
-        arguments = _arguments(inputs, weights, memory, group, out_THV)
-        grid = (num_heads, group.num_segments, 1)
-        kernel.launch(grid, _NUM_THREADS, arguments, _shared_bytes(out_THV.dtype, group))
+        launch = _walk if _is_for_walk(inputs, weights, memory, group) else _launch_items
+        launch(_arguments(inputs, weights, memory, group, out_THV), group, out_THV)
     else:
         kda_windows_triton(inputs, weights, memory, group, out_THV)
+
+
+def _launch_items(arguments: WindowArguments, group: PackedGroup, out_THV: Tensor) -> None:
+    """One block for each head of each segment."""
+    kernel = nvrtc.load_kernel(
+        _SOURCE,
+        "kda_windows",
+        out_THV.device,
+        tuple(window_definitions(out_THV.dtype).items()),
+    )
+    grid = (out_THV.shape[1], group.num_segments, 1)
+    kernel.launch(grid, _NUM_THREADS, arguments, _shared_bytes(out_THV.dtype, group))
+
+
+def _walk(arguments: WindowArguments, group: PackedGroup, out_THV: Tensor) -> None:
+    """One block for each multiprocessor."""
+    kernel = nvrtc.load_kernel(
+        _WALK_SOURCE,
+        "kda_walk",
+        out_THV.device,
+        tuple(walk_definitions(out_THV.dtype).items()),
+    )
+    num_items = out_THV.shape[1] * group.num_segments
+    num_blocks = min(num_items, _num_multiprocessors(out_THV.device))
+    shared_bytes = _walk_shared_bytes(out_THV.dtype, group)
+    kernel.launch((num_blocks, 1, 1), _NUM_WALK_THREADS, arguments, shared_bytes)
 
 
 def _is_for_cuda(
@@ -119,6 +151,27 @@ def _is_for_cuda(
     )
 
 
+def _is_for_walk(
+    inputs: KdaInputs, weights: KdaWeights, memory: KdaMemory, group: PackedGroup
+) -> bool:
+    """Whether `walk.cu` takes what `window.cu` takes, and is the faster of the two."""
+    rows = (inputs.channels_TC, inputs.decay_THK, inputs.gate_THV)
+    copied = (*rows, *memory, weights.conv_CW, weights.dt_bias_HK)
+    return (
+        group.max_length > 1
+        and all(x.stride(0) * x.element_size() % _COPY_BYTES == 0 for x in rows)
+        and all(x.data_ptr() % _COPY_BYTES == 0 for x in copied)
+        and _walk_shared_bytes(inputs.gate_THV.dtype, group) <= _MAX_SHARED_BYTES
+        and _has_copy_engine(inputs.gate_THV.device)
+    )
+
+
+@cache
+def _has_copy_engine(device: torch.device) -> bool:
+    """Whether it is a Hopper GPU: registers also go from warpgroup to warpgroup there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def window_definitions(dtype: torch.dtype) -> dict[str, int]:
     """What `window.cu` is compiled with, for activations of `dtype`."""
     raw = (_NUM_TAPS - 1 + _TILE) * _ROW_WIDTH * dtype.itemsize
@@ -131,6 +184,21 @@ def window_definitions(dtype: torch.dtype) -> dict[str, int]:
 def _shared_bytes(dtype: torch.dtype, group: PackedGroup) -> int:
     replayed = 4 * _ROW_WIDTH * max(1, group.max_replay)
     return window_definitions(dtype)["SHARED_BYTES"] + replayed
+
+
+def walk_definitions(dtype: torch.dtype) -> dict[str, int]:
+    """What `walk.cu` is compiled with, for activations of `dtype`."""
+    rows = (_NUM_TAPS - 1 + _TILE) * _ROW_WIDTH + 2 * _TILE * _HEAD_DIM
+    return {
+        "ACTIVATION_IS_BF16": int(dtype == torch.bfloat16),
+        "SHARED_BYTES": 4 * _VALUES_OF_WALK + _BYTES_OF_UNITS + rows * dtype.itemsize,
+    }
+
+
+def _walk_shared_bytes(dtype: torch.dtype, group: PackedGroup) -> int:
+    """With the state that comes and that which goes, and rows to replay on two states."""
+    buffer = 4 * (_HEAD_DIM * _HEAD_DIM + _ROW_WIDTH * group.max_replay)
+    return walk_definitions(dtype)["SHARED_BYTES"] + 2 * buffer
 
 
 @cache
@@ -187,6 +255,8 @@ def _arguments(
         has_bound=int(weights.lower_bound is not None),
         lower_bound=weights.lower_bound or 0.0,
         eps=weights.eps,
+        num_segments=group.num_segments,
+        max_replay=group.max_replay,
     )
 
 

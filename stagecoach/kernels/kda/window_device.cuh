@@ -54,8 +54,7 @@ __device__ __forceinline__ void fetch_ahead(const float *address, int num_bytes)
 
 // c += a b, of 16 x 8 and 8 x 8 values in tf32: the low 13 bits of an operand count for nothing.
 __device__ __forceinline__ void multiply_add(float (&c)[4], float4 a, float b0, float b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)),

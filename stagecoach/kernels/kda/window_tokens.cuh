@@ -2,25 +2,11 @@
 #pragma once
 
 #include "window_memory.cuh"
+#include "window_rows.cuh"
 
 __device__ __forceinline__ float decay_of(float raw, float rate, const Arguments &a) {
-    if (a.has_bound) return __expf(a.lower_bound * sigmoid(rate * raw));
-    return __expf(-rate * (raw > 20.0f ? raw : log1pf(__expf(raw))));
-}
-
-// Four channels of q, k or v at a place of the segment, before the convolution. Those before its
-// start are in the slot that it reads.
-__device__ __forceinline__ const activation *raw_channels(const Arguments &a, const Segment &b,
-                                                          int channel, int place) {
-    if (place >= 0) return a.channels + (b.first + place) * a.channels_stride + channel;
-    return a.conv_rows + b.read_slot * a.conv_rows_stride + channel +
-           (long long)(b.replay + HISTORY + place) * (3 * DIM * a.num_heads);
-}
-
-__device__ __forceinline__ activation *conv_row(const Arguments &a, long long slot, int row,
-                                                int channel) {
-    return a.conv_rows + slot * a.conv_rows_stride +
-           (long long)row * (3 * DIM * a.num_heads) + channel;
+    if (a.has_bound) return bounded_decay(raw, rate, a.lower_bound);
+    return free_decay(raw, rate);
 }
 
 // Asks for what a tile needs of its tokens, each warp for one of them: the rows that their taps
@@ -95,38 +81,6 @@ __device__ __forceinline__ void prepare_token(Shared &shared, const Arguments &a
     at(&shared.v[place][channel]) = v;
     at(&shared.gate[place][channel]) = gate;
     if (lane == 0) shared.beta[place] = beta;
-}
-
-// The rows before the convolution that saves file: one warp each of q, k and v.
-__device__ __forceinline__ void save_conv_rows(const Arguments &a, const Segment &b) {
-    const int part = threadIdx.x >> 5;
-    if (a.first_save == nullptr || part > 2) return;
-    const int channel = (part * a.num_heads + b.head) * DIM + 4 * (threadIdx.x & 31);
-    const int end = a.first_save[b.number + 1];
-#pragma unroll 1
-    for (int index = a.first_save[b.number]; index < end; ++index)
-#pragma unroll 1
-        for (int row = 0; row < HISTORY; ++row)
-            quad_at(conv_row(a, a.save_slots[index], row, channel)) =
-                quad_at(raw_channels(a, b, channel, a.save_tokens[index] + row - HISTORY));
-}
-
-// What the segment leaves: the rows before its anchor's successor, then those of the drafts. The
-// slot that is read may be the one that is written: all of its history is in shared memory.
-__device__ __forceinline__ void store_conv_rows(const Shared &shared, const Arguments &a,
-                                                const Segment &b, int token) {
-    const int place = threadIdx.x >> 5, channel = 4 * (threadIdx.x & 31);
-    if (b.write_slot == 0) return;
-#pragma unroll
-    for (int part = 0; part < 3; ++part) {
-        const int in_all = (part * a.num_heads + b.head) * DIM + channel;
-        if (token < HISTORY - 1)
-            quad_at(conv_row(a, b.write_slot, token, in_all)) =
-                quad_at(&shared.raw[1 + place][part][channel]);
-        if (token < b.length)
-            quad_at(conv_row(a, b.write_slot, HISTORY - 1 + token, in_all)) =
-                quad_at(&shared.raw[HISTORY + place][part][channel]);
-    }
 }
 
 // Column s of A and P, by warp s: k[s] decays from token to token, and is nothing before its own.

@@ -15,6 +15,8 @@ A message is taken as one row of values, whatever its shape.
 import triton
 import triton.language as tl
 
+from stagecoach.kernels.dependent_launch import let_next_start, wait_for_earlier
+
 
 @triton.jit
 def set_flag(flag_ptr, count):
@@ -138,8 +140,11 @@ def exchange_kernel(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One message of every rank of the stage to every other."""
+    let_next_start(IS_DEPENDENT)
+    wait_for_earlier(IS_DEPENDENT)
     give_to_stage(
         x_ptr,
         counts_ptr,

@@ -10,6 +10,8 @@ link; `peer_kernel.py` does the same for larger messages, and its counters are e
 import triton
 import triton.language as tl
 
+from stagecoach.kernels.dependent_launch import let_next_start, wait_for_earlier
+
 
 @triton.jit
 def mark(word, count):
@@ -109,8 +111,11 @@ def exchange_words_kernel(
     MAX_WORDS: tl.constexpr,
     TILE: tl.constexpr,
     SUMMED_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One message of int32 words of every rank of the stage to every other."""
+    let_next_start(IS_DEPENDENT)
+    wait_for_earlier(IS_DEPENDENT)
     give_words(x_ptr, counts_ptr, marked_ptr, distances_ptr, num_words, RANK, SIZE, MAX_WORDS, TILE)
     take_words(
         x_ptr, out_ptr, counts_ptr, marked_ptr, num_words, RANK, SIZE, MAX_WORDS, TILE, SUMMED_BYTES

@@ -145,6 +145,13 @@ def test_every_part_has_a_table() -> None:
                 "kernels": [{"kernel": "experts", "calls": 26.0, "us": 40.0}],
             }
         },
+        "profile-pp1-tp2": {
+            "decode at 64": {
+                **{"num_steps": 9, "step_us": 30.0, "between_us": 4.0},
+                "kernels": [{"kernel": "experts", "calls": 26.0, "us": 20.0}],
+                "exchanges": {"itself_us_a_step": 7.4, "wait_us_a_step": [0.6, 2.2]},
+            }
+        },
         "other": {"anything": 5.0},
     }
     parts = {
@@ -157,6 +164,7 @@ def test_every_part_has_a_table() -> None:
     assert "| decode | 2.00 |  |" in text and '"anything": 5.0' in text
     assert "| every 512 tokens | 500.0 | 100.0 | 5.0 |" in text
     assert "| decode at 1 | 50 | 5 | experts 40 |" in text
+    assert "| decode at 64 | 30 | 4 | experts 20; exchanges 7, waits 1 and 2 |" in text
 
 
 def test_a_phase_that_is_none_is_refused_with_those_that_are() -> None:

@@ -15,17 +15,25 @@ pytest.importorskip("triton")
 from stagecoach.kernels import nvrtc
 from stagecoach.kernels.kda import window_cuda
 from stagecoach.kernels.kda.window_cuda import WindowArguments
-from tests.kda_cases import Case, errors_of, mixed_cases, window_cases
+from tests.kda_cases import Case, errors_of, make_layer, mixed_cases, window_cases
+from tests.packed_group import make_packed_group
 
 # Logits of rates far below 0: the interpreter's exp says so.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 _SOURCE = Path(window_cuda.__file__).with_name("window.cu")
-_MEMORY = _SOURCE.with_name("window_memory.cuh")
+_ARGUMENTS = _SOURCE.with_name("window_arguments.cuh")
+# Of each source: its kernel, and what it is compiled with.
+_KERNELS = {
+    "window.cu": ("kda_windows", window_cuda.window_definitions),
+    "walk.cu": ("kda_walk", window_cuda.walk_definitions),
+}
 _ALL = {case.name: case for case in (*window_cases("cpu"), *mixed_cases("cpu"))}
 # The interpreter is slow: what these hold, others hold too.
 _CASES = {
-    name: case for name, case in _ALL.items() if name not in ("W=2", "W=5", "W=9", "heads of 64")
+    name: case
+    for name, case in _ALL.items()
+    if name not in ("W=2", "W=5", "W=9", "heads of 64", "rows not aligned")
 }
 
 
@@ -54,7 +62,7 @@ def test_refuses_more_drafts_than_a_record_has_rows() -> None:
 
 def _fields_of_struct(name: str) -> list[tuple[str, str]]:
     """(field, type) of a struct in the CUDA source, in order."""
-    body = re.search(rf"struct {name} {{(.*?)\n}};", _MEMORY.read_text(), re.DOTALL)
+    body = re.search(rf"struct {name} {{(.*?)\n}};", _ARGUMENTS.read_text(), re.DOTALL)
     assert body is not None
     text = re.sub(r"//[^\n]*", "", body.group(1))
     fields = []
@@ -78,20 +86,66 @@ def test_arguments_lie_as_the_source_has_them() -> None:
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
+@pytest.mark.parametrize("source", _KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cuda_source_compiles_for_hopper(dtype: torch.dtype) -> None:
-    """And agrees with the host on how much shared memory it takes."""
-    definitions = window_cuda.window_definitions(dtype)
-    cubin = nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions)
-    assert cubin.startswith(b"\x7fELF") and b"kda_windows" in cubin
+def test_the_cuda_sources_compile_for_hopper(dtype: torch.dtype, source: str) -> None:
+    """And agree with the host on how much shared memory they take."""
+    name, definitions_of = _KERNELS[source]
+    cubin = nvrtc.compile_cubin(_SOURCE.with_name(source), "sm_90a", definitions_of(dtype))
+    assert cubin.startswith(b"\x7fELF") and name.encode() in cubin
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
-def test_another_size_of_shared_memory_is_an_error() -> None:
-    definitions = window_cuda.window_definitions(torch.bfloat16)
+@pytest.mark.parametrize("source", _KERNELS)
+def test_another_size_of_shared_memory_is_an_error(source: str) -> None:
+    _, definitions_of = _KERNELS[source]
+    definitions = definitions_of(torch.bfloat16)
     definitions["SHARED_BYTES"] += 16
     with pytest.raises(nvrtc.CudaCompileError, match="the host reserves another size"):
-        nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions)
+        nvrtc.compile_cubin(_SOURCE.with_name(source), "sm_90a", definitions)
+
+
+def _is_for_walk(lengths: list[int], *, are_rows_aligned: bool = True) -> bool:
+    group = make_packed_group(lengths, num_drafts=[length - 1 for length in lengths]).packed
+    layer = make_layer(
+        sum(lengths),
+        4,
+        torch.bfloat16,
+        num_slots=4,
+        num_drafts=2,
+        are_rows_aligned=are_rows_aligned,
+        device="cpu",
+    )
+    return window_cuda._is_for_walk(*layer, group)
+
+
+def test_windows_of_several_tokens_and_aligned_rows_are_walked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not _is_for_walk([3, 1]), "there is no copy engine"
+    monkeypatch.setattr(window_cuda, "_has_copy_engine", lambda device: True)
+    assert _is_for_walk([3, 1])
+    assert not _is_for_walk([1, 1])
+    assert not _is_for_walk([3, 1], are_rows_aligned=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "max_replay", "are_walked"),
+    [
+        (torch.bfloat16, 0, True),
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 9, False),
+        (torch.float32, 4, True),
+        (torch.float32, 5, False),
+    ],
+)
+def test_windows_are_walked_where_two_states_and_their_rows_fit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_replay: int, are_walked: bool
+) -> None:
+    monkeypatch.setattr(window_cuda, "_has_copy_engine", lambda device: True)
+    group = make_packed_group([2], num_drafts=[1], bounds={"max_replay": max_replay}).packed
+    layer = make_layer(2, 4, dtype, num_slots=4, num_drafts=2, device="cpu")
+    assert window_cuda._is_for_walk(*layer, group) == are_walked
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
