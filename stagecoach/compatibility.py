@@ -3,91 +3,21 @@
 Owns every rule that joins two options, or an option or a fact of the draft and a fact of the
 model. Ranges of single options are config.py's, values of config.json that no code implements
 are model_config.py's and draft_config.py's. The table is evaluated before a process starts or
-a weight is read; the support table, which `stagecoach support` prints, and the tests are made
-from it.
+a weight is read; the tests and the support table (`support_table.py`) are made from it.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
+from stagecoach.compatibility_rule import Combination as Combination  # what the table judges
+from stagecoach.compatibility_rule import Parts
+from stagecoach.compatibility_rule import Rule as Rule
 from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
 from stagecoach.draft_config import DraftConfig, DraftGqaConfig
 from stagecoach.errors import ConfigError
-from stagecoach.model_config import LayerKind, ModelConfig
-
-# Name and value of everything that a rule joins, as the caller spells it.
-Parts = tuple[tuple[str, object], ...]
-
-
-class Combination(NamedTuple):
-    """What a rule judges: the options, and the facts of the checkpoints that they name."""
-
-    engine: EngineConfig
-    model: ModelConfig
-    draft: DraftConfig | None  # None: no speculation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One refused combination."""
-
-    name: str
-    features: tuple[str, ...] = ()  # of FEATURES, limited by this rule
-    # Of "pp" and "tp": it can hit only when all of them are above 1.
-    axes: frozenset[str] = frozenset()
-    requires: str  # what must hold, as words that follow "if" or "unless"
-    reason: str
-    parts: Callable[[Combination], Parts]
-    is_refused: Callable[[Combination], bool]
-
-    def message(self, asked: Combination) -> str:
-        joined = " and ".join(f"{name}={value}" for name, value in self.parts(asked))
-        return f"{joined}: refused unless {self.requires} ({self.reason})"
-
-
-class SupportRow(NamedTuple):
-    """One line of the support table; a cell is "yes" or what must hold."""
-
-    feature: str
-    cells: tuple[str, ...]  # one a layout
-
-
-FEATURES = (
-    "Kimi-K3",
-    "Kimi-Linear",
-    "KDA",
-    "MLA",
-    "MoE",
-    "dense MLP",
-    "attention residuals",
-    "vocabulary split",
-    "float32, bfloat16, float64",
-    "MXFP4 experts",
-    "chunked prefill",
-    "continuous batching",
-    "CUDA graphs on GPUs",
-    "preemption",
-    "abort",
-    "sampling parameters",
-    "logprobs, prompt logprobs",
-    "speculation, MLA draft",
-    "speculation, GQA draft",
-    "confidence schedule, watchdog",
-    "rejection acceptance",
-    "prefix caching, with and without drafts",
-    "host tier of the cache",
-    "verified prefix hits",
-)
-
-LAYOUTS = (
-    ("pp 1, tp 1", frozenset[str]()),
-    ("pp > 1", frozenset({"pp"})),
-    ("tp > 1", frozenset({"tp"})),
-    ("pp > 1, tp > 1", frozenset({"pp", "tp"})),
-)
+from stagecoach.model_config import LayerKind
+from stagecoach.quantization_rules import QUANTIZATION_RULES
 
 _TP = "tensor_parallel_size"
 _PP = "pipeline_parallel_size"
@@ -419,6 +349,60 @@ TABLE: tuple[Rule, ...] = (
         lambda config: config.acceptance != "shared",
     ),
     Rule(
+        name="hosts-stages",
+        requires="nnodes is at most pp",
+        reason="the ranks of a stage stay on one host, and no host is without a stage",
+        parts=lambda asked: ((option("nnodes"), asked.engine.nnodes), _num_stages(asked)),
+        is_refused=lambda asked: asked.engine.nnodes > asked.engine.pipeline_parallel_size,
+    ),
+    Rule(
+        name="hosts-rank",
+        requires="node_rank is below nnodes",
+        reason="hosts are counted from 0",
+        parts=lambda asked: (
+            (option("node_rank"), asked.engine.node_rank),
+            (option("nnodes"), asked.engine.nnodes),
+        ),
+        is_refused=lambda asked: asked.engine.node_rank >= asked.engine.nnodes,
+    ),
+    Rule(
+        name="hosts-launcher",
+        requires="the launcher is local where nnodes is above 1",
+        reason="torchrun and Ray say themselves which hosts there are",
+        parts=lambda asked: (
+            (option("launcher"), asked.engine.launcher),
+            (option("nnodes"), asked.engine.nnodes),
+        ),
+        is_refused=lambda asked: asked.engine.launcher != "local" and asked.engine.nnodes > 1,
+    ),
+    Rule(
+        name="hosts-threads",
+        requires="the backend is mp where there are several hosts",
+        reason="threads are all in one process",
+        parts=lambda asked: (
+            (option("distributed_executor_backend"), asked.engine.distributed_executor_backend),
+            (option("launcher"), asked.engine.launcher),
+            (option("nnodes"), asked.engine.nnodes),
+        ),
+        is_refused=lambda asked: (
+            asked.engine.distributed_executor_backend == "uni"
+            and (asked.engine.launcher, asked.engine.nnodes) != ("local", 1)
+        ),
+    ),
+    *QUANTIZATION_RULES,
+    Rule(
+        name="recover-threads",
+        requires="the backend is mp",
+        reason="a thread cannot be ended and started anew",
+        parts=lambda asked: (
+            (option("recover"), asked.engine.recover),
+            (option("distributed_executor_backend"), asked.engine.distributed_executor_backend),
+        ),
+        is_refused=lambda asked: (
+            asked.engine.recover and asked.engine.distributed_executor_backend == "uni"
+        ),
+    ),
+    Rule(
         name="device-float64",
         requires="the device is cpu",
         reason="the kernels for GPUs compute in float32; float64 is for proofs",
@@ -459,41 +443,3 @@ def check(asked: Combination) -> None:
     for rule in TABLE:
         if rule.is_refused(asked):
             raise ConfigError(rule.message(asked))
-
-
-def support_table() -> tuple[SupportRow, ...]:
-    """Each feature in each layout: "yes", or the conditions of the rules that limit it."""
-    return tuple(
-        SupportRow(feature, tuple(_cell(feature, above_one) for _, above_one in LAYOUTS))
-        for feature in FEATURES
-    )
-
-
-def _cell(feature: str, above_one: frozenset[str]) -> str:
-    limits = [
-        rule.requires
-        for rule in TABLE
-        if feature in rule.features and rule.axes and rule.axes <= above_one
-    ]
-    return "; ".join(limits) or "yes"
-
-
-def render_markdown() -> str:
-    """The support table, then the refused combinations, as two Markdown tables."""
-    layouts = [layout for layout, _ in LAYOUTS]
-    support = [(row.feature, *_with_notes(row.cells)) for row in support_table()]
-    refused = [(f"`{rule.name}`", rule.requires, rule.reason) for rule in TABLE]
-    return (
-        _markdown(["", *layouts], support)
-        + "\nRefused before anything starts:\n\n"
-        + _markdown(["rule", "what must hold", "why"], refused)
-    )
-
-
-def _with_notes(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple("yes" if cell == "yes" else f"yes, if {cell}" for cell in cells)
-
-
-def _markdown(head: list[str], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

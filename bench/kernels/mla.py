@@ -1,7 +1,7 @@
 """Latent attention and the drafter's block attention on a GPU: `check` and `time`.
 
 `check` compares with the references on the CPU; `time` prints both forms of decoding beside the
-limit: cache rows read once, or the products of the matrix units.
+limit: cache rows read once, or the products of the matrix units. `fp8` is the same for E4M3 rows.
 """
 
 import sys
@@ -17,6 +17,7 @@ from bench.kernels.mla_cases import check_cases
 from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
 from stagecoach.kernels.mla import cuda
 from stagecoach.kernels.mla.split_cuda import SplitTile, split_tile
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import PackedGroup
 
 _PAGE_SIZE = 64
@@ -48,11 +49,13 @@ class DecodeShape(NamedTuple):
     context: int
     heads: int
     window: int
+    is_fp8: bool = False
 
     @property
     def limit(self) -> float:
         rows = self.requests * self.window * self.heads
-        num_bytes = self.requests * self.context * 576 * 2 + rows * (576 + 512) * 2
+        value_bytes = 1 if self.is_fp8 else 2
+        num_bytes = self.requests * self.context * 576 * value_bytes + rows * (576 + 512) * 2
         return limit_us(num_bytes, 2.0 * rows * self.context * (576 + 512))
 
 
@@ -65,7 +68,7 @@ class DecodeInputs(NamedTuple):
 
 def _decode_inputs(shape: DecodeShape) -> DecodeInputs:
     pages = shape.context // _PAGE_SIZE
-    num_bytes = shape.requests * shape.context * 1152
+    num_bytes = shape.requests * shape.context * (576 if shape.is_fp8 else 1152)
     num_copies = max(1, min(8, -(-150_000_000 // num_bytes)))
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -101,6 +104,8 @@ def _decode_inputs(shape: DecodeShape) -> DecodeInputs:
             )
         )
     cache_RD = normal((1 + num_copies * shape.requests * pages) * _PAGE_SIZE, 576)
+    if shape.is_fp8:
+        cache_RD = cache_RD.to(FP8_DTYPE)
     return DecodeInputs(
         normal(num_tokens, shape.heads, 512), normal(num_tokens, shape.heads, 64), cache_RD, groups
     )
@@ -168,6 +173,7 @@ def _time_decode(
             for group in inputs.groups
         ]
         name = f"decode {shape.requests}x{shape.context} H{shape.heads} W{shape.window} "
+        name += "E4M3 " if shape.is_fp8 else ""
         name += f"CUDA {rows}" if tile is None else f"Triton {tile.rows},{tile.positions}"
         microseconds = graph_time_us(calls, iterations=max(8, len(calls)), repeats=3)
         report.time(name, microseconds, shape.limit)
@@ -240,6 +246,30 @@ def time_prefill(report: Report) -> None:
         report.time(f"prefill {shape.requests}x{shape.length}", microseconds, shape.limit)
 
 
+_FP8 = tuple(
+    (shape._replace(is_fp8=True), window_rows)
+    for shape, window_rows in (
+        (DecodeShape(8, 32_768, 32, 1), (32,)),
+        (DecodeShape(8, 131_072, 32, 1), (32,)),
+        (DecodeShape(8, 32_768, 12, 1), (32,)),
+        (DecodeShape(8, 131_072, 96, 1), (48,)),
+        (DecodeShape(64, 1_024, 12, 1), (32,)),
+        (DecodeShape(64, 1_024, 32, 1), (32,)),
+        (DecodeShape(8, 8_192, 32, 8), (64,)),
+    )
+)
+
+
+def run_fp8(report: Report) -> None:
+    """Decode over E4M3 rows in both forms, and over bfloat16 rows by the CUDA form."""
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_decode, [shape for shape, _ in _FP8]))
+    for shape, window_rows in _FP8:
+        plain = shape._replace(is_fp8=False)
+        _time_decode(report, plain, window_rows, has_triton=shape.heads == 12)
+        _time_decode(report, shape, window_rows, has_triton=True)
+
+
 def run_time(report: Report) -> None:
     tiles = sorted({rows for _, window_rows in (*_HEADLINES, *_TABLE) for rows in window_rows})
     good = set()
@@ -268,4 +298,4 @@ def run_time(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("mla", __doc__, {"check": run_check, "time": run_time}))
+    sys.exit(run_command("mla", __doc__, {"check": run_check, "time": run_time, "fp8": run_fp8}))

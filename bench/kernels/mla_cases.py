@@ -14,8 +14,10 @@ from torch import Tensor
 from bench.kernels.timing import Report, relative_error
 from stagecoach.kernels.block_attention import cuda as block_cuda
 from stagecoach.kernels.block_attention import reference as block_reference
+from stagecoach.kernels.cache_rows import store_rows
 from stagecoach.kernels.mla import cuda, reference
 from stagecoach.kernels.mla.split_cuda import split_tile
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import BlockInputs, BlockRun, PackedBlocks, PackedGroup, RowLayout
 from tests.packed_group import GroupPair, make_packed_group
 
@@ -31,6 +33,13 @@ class Sizes(NamedTuple):
     pe: int = 64
     nope: int = 128
     value: int = 128
+
+
+class CacheRows(NamedTuple):
+    """How rows are cached."""
+
+    page_size: int = _PAGE_SIZE
+    dtype: torch.dtype | None = None  # that of the queries
 
 
 def _pair(lengths: list[int], starts: list[int], page_size: int, **more: int) -> GroupPair:
@@ -55,6 +64,8 @@ def _pair(lengths: list[int], starts: list[int], page_size: int, **more: int) ->
 
 def _cache(pair: GroupPair, width: int, dtype: torch.dtype) -> Tensor:
     """A pool on the CPU: random rows of the contexts, zeros on page 0, NaN elsewhere."""
+    if dtype == FP8_DTYPE:
+        return _cache(pair, width, torch.float32).to(dtype)
     page_size = pair.packed.block_size
     num_rows = (int(pair.packed.pages_P.max()) + 9) * page_size
     cache_RD = torch.full((num_rows, width), float("nan"), dtype=dtype)
@@ -76,23 +87,24 @@ def check_decode(
     dtype: torch.dtype,
     window: int,
     spoils: bool,
-    page_size: int = _PAGE_SIZE,
+    cached: CacheRows = CacheRows(),  # noqa: B008 (immutable)
     window_rows: int | None = None,
     num_repeats: int = 1,
 ) -> None:
     """Unless `window_rows` is given, in Triton; `num_repeats` times the segments."""
     lengths = [min(length, window) for length in (1, 8, 3, 5, 1, 2)] * num_repeats
     starts = [0, 63, 700, 5, 1800, 126] * num_repeats
-    pair = _pair(lengths, starts, page_size)
+    pair = _pair(lengths, starts, cached.page_size)
     num_real, num_tokens = pair.num_real_tokens, pair.packed.num_tokens
-    cache_RD = _cache(pair, sizes.latent + sizes.pe, dtype)
+    cache_RD = _cache(pair, sizes.latent + sizes.pe, cached.dtype or dtype)
     q_THC = torch.randn(num_tokens, sizes.heads, sizes.latent).to(dtype)
     q_THP = torch.randn(num_tokens, sizes.heads, sizes.pe).to(dtype)
     q_THC[num_real:] = float("nan")
     scale = 1.5 / sizes.latent**0.5
     is_intact = torch.ones(num_real, dtype=torch.bool)
     if spoils:
-        cache_RD[pair.segments.context_rows_BL[1, 66], : sizes.latent] = float("nan")
+        spoilt_D = torch.full((sizes.latent,), float("nan")).to(cache_RD.dtype)
+        cache_RD[pair.segments.context_rows_BL[1, 66], : sizes.latent] = spoilt_D
         is_intact[1 + 3 : 1 + 8] = False
     expected = reference.mla_decode(
         q_THC[:num_real].double(),
@@ -116,6 +128,7 @@ def check_decode(
     form = "Triton" if window_rows is None else f"CUDA {window_rows}"
     name = f"decode {form} {dtype} H={sizes.heads} C={sizes.latent} W={window} spoilt={spoils}"
     name += f" x{num_repeats}" if num_repeats > 1 else ""
+    name += f" {cached.dtype}" if cached.dtype else ""
     report.check(name, relative_error(o_THC[is_intact], expected[is_intact]), _TOLERANCE[dtype])
     if spoils:
         shown = o_THC[~is_intact].isnan().flatten(1).any(1).float().mean()
@@ -175,11 +188,18 @@ def check_capture(report: Report, *, window_rows: int | None = None) -> None:
     report.check(f"decode {form} captured, replayed with another step", error, _TOLERANCE[dtype])
 
 
-def check_prefill(report: Report, *, sizes: Sizes, dtype: torch.dtype, page_size: int) -> None:
+def check_prefill(
+    report: Report,
+    *,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    page_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     lengths, starts = [300, 1, 129, 64], [0, 777, 64, 1000]
     pair = _pair(lengths, starts, page_size)
     num_real, num_tokens = pair.num_real_tokens, pair.packed.num_tokens
-    cache_RD = _cache(pair, sizes.latent + sizes.pe, dtype)
+    cache_RD = _cache(pair, sizes.latent + sizes.pe, cache_dtype or dtype)
     q_THD = torch.randn(num_tokens, sizes.heads, sizes.nope + sizes.pe).to(dtype)
     q_THD[num_real:] = float("nan")
     head_width = sizes.nope + sizes.value
@@ -200,7 +220,8 @@ def check_prefill(report: Report, *, sizes: Sizes, dtype: torch.dtype, page_size
             q_dev, cache_dev, up_dev, pair.packed, scale, gate_dev, max_expanded_bytes=room
         )
         report.check(
-            f"prefill {dtype} H={sizes.heads} C={sizes.latent} page={page_size} {name}",
+            f"prefill {dtype} H={sizes.heads} C={sizes.latent} page={page_size} "
+            f"{cache_RD.dtype} {name}",
             relative_error(o_THV[:num_real].cpu(), expected),
             _TOLERANCE[dtype],
         )
@@ -243,8 +264,38 @@ def check_rest(report: Report, *, sizes: Sizes, dtype: torch.dtype) -> None:
     )
 
 
+def check_fp8_rows(report: Report) -> None:
+    """E4M3 rows written by both writers: those of the reference, bit by bit but for a norm's."""
+    latent_TC, k_pe_TP = (torch.randn(9, width).bfloat16() * 300 for width in (512, 64))
+    weight_C = torch.rand(512).bfloat16() + 0.5
+    rows_T = torch.tensor([5, 40, 2, 99, 7, 0, 0, 0, 0])
+    rows_T[5:] = -1
+    cache_RD = torch.full((128, 576), 3.0).to(FP8_DTYPE)
+    expected = cache_RD.clone()
+    real = slice(5)
+    reference.write_rows(expected, latent_TC[real], k_pe_TP[real], weight_C, 1e-5, rows_T[real])
+    cache_dev = cache_RD.cuda()
+    cuda.write_rows(cache_dev, *_device(latent_TC, k_pe_TP, weight_C), 1e-5, rows_T.int().cuda())
+    is_other = cache_dev.cpu().float() != expected.float()
+    report.check("E4M3 rows: latents", is_other[:, :512].sum().item() / 2560, 2e-3)
+    report.check("E4M3 rows: second part and the rest", is_other[:, 512:].sum().item(), 0.0)
+    rows_TYD = torch.randn(9, 3, 80).bfloat16() * 300
+    cache_YRD = torch.full((3, 128, 80), 3.0).to(FP8_DTYPE)
+    stored_YRD = cache_YRD.cuda()
+    store_rows(rows_TYD.cuda(), stored_YRD, rows_T.int().cuda())
+    store_rows(rows_TYD, cache_YRD, rows_T)
+    num_other = (stored_YRD.cpu().float() != cache_YRD.float()).sum().item()
+    report.check("E4M3 rows of several layers", num_other, 0.0)
+
+
 def check_blocks(
-    report: Report, *, layout: RowLayout, num_heads: int, dtype: torch.dtype, is_causal: bool
+    report: Report,
+    *,
+    layout: RowLayout,
+    num_heads: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    cache_dtype: torch.dtype | None = None,
 ) -> None:
     starts, num_tokens = [5, 0, 64, 1500, 193], 7
     num_blocks, longest = len(starts), max(starts)
@@ -262,6 +313,7 @@ def check_blocks(
         page_ids = torch.tensor(pages)[firsts[block] + places // _PAGE_SIZE]
         rows_NL[block, :start] = page_ids * _PAGE_SIZE + places % _PAGE_SIZE
         cache_RX[rows_NL[block, :start]] = torch.randn(start, width).to(dtype)
+    cache_RX = cache_RX.to(cache_dtype or dtype)
 
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
@@ -299,7 +351,7 @@ def check_blocks(
     )
     o_NKHV = block_cuda.attend_blocks(*_device(q_NKHD, cache_RX, own_NKX), blocks, layout, scale)
     report.check(
-        f"blocks {dtype} G={layout.num_groups} H={num_heads} causal={is_causal}",
+        f"blocks {dtype} G={layout.num_groups} H={num_heads} causal={is_causal} {cache_RX.dtype}",
         relative_error(o_NKHV[:num_blocks].cpu(), expected),
         _TOLERANCE[dtype],
     )
@@ -325,14 +377,48 @@ def _window_cases() -> list[Callable[[Report], None]]:
             partial(windows, sizes=Sizes(heads), window=8, spoils=True, window_rows=rows)
             for heads, rows in ((32, 64), (12, 48), (5, 32))
         ),
-        partial(windows, sizes=Sizes(32), window=8, spoils=False, window_rows=32, page_size=128),
+        partial(
+            windows, sizes=Sizes(32), window=8, spoils=False, window_rows=32, cached=CacheRows(128)
+        ),
         partial(windows, sizes=Sizes(32), window=1, spoils=False, window_rows=32, num_repeats=50),
         partial(check_capture, window_rows=64),
     ]
 
 
+def _fp8_cases() -> list[Callable[[Report], None]]:
+    """Those of a cache of E4M3."""
+    cached = CacheRows(dtype=FP8_DTYPE)
+    decode = partial(check_decode, dtype=torch.bfloat16, cached=cached)
+    types = {"dtype": torch.bfloat16, "cache_dtype": FP8_DTYPE}
+    return [
+        check_fp8_rows,
+        *(
+            partial(decode, sizes=Sizes(heads), window=window, spoils=window > 1, window_rows=rows)
+            for heads, window, rows in ((32, 1, 32), (96, 1, 48), (32, 8, 64), (5, 8, 32))
+        ),
+        partial(decode, sizes=Sizes(32), window=1, spoils=False, window_rows=32, num_repeats=50),
+        partial(decode, sizes=Sizes(12), window=1, spoils=False),
+        partial(decode, sizes=Sizes(32), window=8, spoils=True),
+        partial(decode, sizes=_DEMO, window=8, spoils=True, cached=CacheRows(16, FP8_DTYPE)),
+        partial(
+            check_decode,
+            sizes=Sizes(24),
+            dtype=torch.float32,
+            cached=cached,
+            window=8,
+            spoils=True,
+        ),
+        partial(check_prefill, sizes=Sizes(12), page_size=64, **types),
+        partial(check_prefill, sizes=_DEMO, page_size=16, **types),
+        *(
+            partial(check_blocks, layout=layout, num_heads=heads, is_causal=False, **types)
+            for layout, heads in ((_LATENT_ROWS, 32), (_SMALL_ROWS, 8), (_GROUPED_ROWS, 32))
+        ),
+    ]
+
+
 def check_cases() -> list[Callable[[Report], None]]:
-    cases: list[Callable[[Report], None]] = [check_capture, *_window_cases()]
+    cases: list[Callable[[Report], None]] = [check_capture, *_window_cases(), *_fp8_cases()]
     for dtype in (torch.float32, torch.bfloat16):
         for heads in (24,) if dtype == torch.float32 else (32, 24, 12, 96):
             cases += [
@@ -341,8 +427,12 @@ def check_cases() -> list[Callable[[Report], None]]:
             ]
         cases += [
             partial(check_decode, sizes=Sizes(32), dtype=dtype, window=8, spoils=True),
-            partial(check_decode, sizes=_DEMO, dtype=dtype, window=8, spoils=True, page_size=16),
-            partial(check_decode, sizes=_DEMO, dtype=dtype, window=1, spoils=False, page_size=16),
+            partial(
+                check_decode, sizes=_DEMO, dtype=dtype, window=8, spoils=True, cached=CacheRows(16)
+            ),
+            partial(
+                check_decode, sizes=_DEMO, dtype=dtype, window=1, spoils=False, cached=CacheRows(16)
+            ),
             partial(check_prefill, sizes=Sizes(12), dtype=dtype, page_size=64),
             partial(check_prefill, sizes=_DEMO, dtype=dtype, page_size=16),
             partial(check_rest, sizes=Sizes(12), dtype=dtype),

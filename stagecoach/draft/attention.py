@@ -58,10 +58,10 @@ class DraftMla:
             )
             up = (query_width, mla.q_lora_rank)
             self._query = ColumnLinear(weights, "q_b_proj", up, is_split=True)
-        kv_up = ColumnLinear(
-            weights, "kv_b_proj", (self._num_heads * sum(kv_dims), latent_size), is_split=True
-        )
-        kv_up_HOC = kv_up.weight_OI.view(self._num_heads, -1, latent_size)
+        # Its two halves are absorbed by head, so it stays in the activations' type.
+        kv_up_OC = weights.matrix(self._num_heads * sum(kv_dims), latent_size)
+        weights.bind("kv_b_proj.weight", kv_up_OC, split_dim=0)
+        kv_up_HOC = kv_up_OC.view(self._num_heads, -1, latent_size)
         self._key_up_HNC, value_up_HVC = kv_up_HOC.split(kv_dims, dim=1)
         self._value_up_HCV = value_up_HVC.transpose(1, 2)
         self._output = RowLinear(weights, "o_proj", (hidden_size, self._num_heads * mla.v_head_dim))

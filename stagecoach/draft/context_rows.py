@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.draft.model import DraftModel
+from stagecoach.kernels.quantization import movable, narrowed
 
 # Tokens whose taps wait at most; more would not be cheaper, and would take memory.
 MOST_WAITING = 64
@@ -62,9 +63,14 @@ class ContextRows:
             _joined([item.taps_TBH for item in self._waiting]),
             _joined([item.positions_T for item in self._waiting]),
         )
-        rows_YTD = rows_TYD.transpose(0, 1).to(self._waiting[0].draft_rows_YRD.dtype)
+        dtype = self._waiting[0].draft_rows_YRD.dtype
+        rows_YTD = movable(narrowed(rows_TYD.transpose(0, 1), dtype))
         for item, part_YTD in zip(self._waiting, rows_YTD.split(sizes, dim=1), strict=True):
-            item.draft_rows_YRD.index_copy_(1, item.cache_rows_T, part_YTD)
+            movable(item.draft_rows_YRD).index_copy_(1, item.cache_rows_T, part_YTD)
+        self.drop()
+
+    def drop(self) -> None:
+        """No row is due any more."""
         self._waiting.clear()
         self._num_tokens = 0
 

@@ -49,6 +49,8 @@ class Drafter(Protocol):
 
     def finish_context(self) -> None: ...
 
+    def drop_context(self) -> None: ...
+
     def propose(
         self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None: ...
@@ -107,6 +109,10 @@ class DSparkDrafter:
     def finish_context(self) -> None:
         """Store all context rows that are due; the cache is about to be read or moved."""
         self.context.write()
+
+    def drop_context(self) -> None:
+        """Forget the context rows that are due; the cache is gone."""
+        self.context.drop()
 
     def propose(
         self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None

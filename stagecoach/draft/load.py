@@ -18,6 +18,7 @@ from stagecoach.model.checkpoint_reader import CheckpointReader, Naming
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import check_checkpoint
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
+from stagecoach.model.weight_formats import WeightFormats
 from stagecoach.model.weight_slots import WeightSlot
 from stagecoach.model.weights import Progress, fill_dummy, fill_from
 
@@ -57,7 +58,8 @@ def load_drafter(
     """
     speculation = config.speculation
     assert speculation is not None, "no draft to load"
-    draft = DraftModel(speculation.draft, tp, dtype, config.device)
+    formats = WeightFormats(fp8=config.draft_quantization.fp8)
+    draft = DraftModel(speculation.draft, tp, dtype, config.device, formats)
     if config.dummy_seed is not None:
         fill_dummy(draft.slots, config.dummy_seed, progress)
     else:

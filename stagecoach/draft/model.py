@@ -31,6 +31,7 @@ from stagecoach.model.parallel_linear import (
     TensorParallel,
 )
 from stagecoach.model.tensor_split import local_size
+from stagecoach.model.weight_formats import PLAIN, WeightFormats
 from stagecoach.model.weight_slots import WeightKind, WeightScope, WeightSlot
 
 
@@ -41,13 +42,21 @@ class DraftModel:
         dtype: of weights and activations. Norm statistics, angles, attention scores and the two
             heads are at least float32 whatever it is.
         device: "meta" gives the slots without memory.
+        formats: which matrices are quantised; projections to context rows never are.
     """
 
     def __init__(
-        self, config: DraftConfig, tp: TensorParallel, dtype: torch.dtype, device: str = "cpu"
+        self,
+        config: DraftConfig,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        formats: WeightFormats = PLAIN,
     ) -> None:
         self.config = config
-        weights = WeightScope(dtype, device=device, tp_rank=tp.rank, tp_size=tp.size)
+        weights = WeightScope(
+            dtype, device=device, tp_rank=tp.rank, tp_size=tp.size, formats=formats
+        )
         self._scope = weights
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         num_taps = len(config.taps.layers)

@@ -64,13 +64,10 @@ class MlaLayer:
         self._latent_norm = RmsNorm(
             weights, "kv_a_layernorm", mla.kv_lora_rank, mla.latent_norm_eps
         )
-        self._kv_up = ColumnLinear(
-            weights,
-            "kv_b_proj",
-            (self._num_heads * sum(kv_dims), mla.kv_lora_rank),
-            is_split=True,
-        )
-        kv_up_HOC = self._kv_up.weight_OI.view(self._num_heads, -1, mla.kv_lora_rank)
+        # Its two halves are absorbed by head, so it stays in the activations' type.
+        self._kv_up_OC = weights.matrix(self._num_heads * sum(kv_dims), mla.kv_lora_rank)
+        weights.bind("kv_b_proj.weight", self._kv_up_OC, split_dim=0)
+        kv_up_HOC = self._kv_up_OC.view(self._num_heads, -1, mla.kv_lora_rank)
         self._key_up_HNC, value_up_HVC = kv_up_HOC.split(kv_dims, dim=1)
         self._value_up_HCV = value_up_HVC.transpose(1, 2)
         self._output = RowLinear(weights, "o_proj", (config.hidden_size, value_width))
@@ -121,4 +118,4 @@ class MlaLayer:
         group: SegmentGroup | PackedGroup,
     ) -> Tensor:
         """Attention over keys and values that are made from rows: [T, H, V]."""
-        return mla_prefill(q_THD, cache_RD, self._kv_up.weight_OI, group, self._scale, gate_THV)
+        return mla_prefill(q_THD, cache_RD, self._kv_up_OC, group, self._scale, gate_THV)

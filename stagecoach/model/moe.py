@@ -18,6 +18,7 @@ from stagecoach.kernels.moe import (
     routed_experts,
     split_in_bfloat16,
 )
+from stagecoach.kernels.quantization import ExpertWeight, Mxfp4Weight
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.norm import RmsNorm, make_activation
 from stagecoach.model.parallel_linear import (
@@ -56,9 +57,14 @@ class MoeMlp:
 
     With a latent width: up(norm(sum of experts of down(x))) + shared(x), as in the published
     Kimi-K3 modelling code; without it the sum of experts of x, as in Kimi-Linear.
+
+    Args:
+        is_packed: the routed experts stay MXFP4 in memory.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightScope, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: WeightScope, tp: TensorParallel, *, is_packed: bool
+    ) -> None:
         moe = config.moe
         assert moe is not None, "a MoE layer needs its configuration"
         self._tp = tp
@@ -89,9 +95,11 @@ class MoeMlp:
         bias_E = weights.parameter(moe.num_experts, kind=WeightKind.ROUTER_BIAS)
         weights.bind("gate.e_score_correction_bias", bias_E, WeightKind.ROUTER_BIAS)
         self._router = Router(router_EH, bias_E)
-        self._gate_up_E2IL = weights.matrix(moe.num_experts, 2 * expert_width, routed_size)
-        self._down_ELI = weights.matrix(moe.num_experts, routed_size, expert_width)
-        self._bind_experts(weights.child("experts"))
+        matrix = weights.mxfp4_matrix if is_packed else weights.matrix
+        self._gate_up_E2IL: ExpertWeight = matrix(moe.num_experts, 2 * expert_width, routed_size)
+        self._down_ELI: ExpertWeight = matrix(moe.num_experts, routed_size, expert_width)
+        self._dtype = weights.dtype
+        self._bind_experts(weights.child("experts"), expert_width)
         self._latent_norm: RmsNorm | None = None
         self._latent_up: ColumnLinear | None = None
         if moe.latent_size is not None:
@@ -108,17 +116,17 @@ class MoeMlp:
             self._shared_output = RowLinear(
                 weights, "shared_experts.down_proj", (hidden_size, shared_width)
             )
-            if self._input is not None and not self._has_latent:
+            if self._input is not None and self._input.is_one_product and not self._has_latent:
                 self._shared = SharedExpert(self._input.weight_OI, self._shared_output.weight_OI)
 
-    def _bind_experts(self, weights: WeightScope) -> None:
+    def _bind_experts(self, weights: WeightScope, width: int) -> None:
         """w1 is the gate, w3 the up projection, w2 the down projection."""
-        for expert in range(len(self._down_ELI)):
-            gate_IL, up_IL = self._gate_up_E2IL[expert].chunk(2)
+        for expert in range(self._down_ELI.shape[0]):
+            gate_up_2IL = _part(self._gate_up_E2IL, expert)
             for name, target, split_dim in (
-                ("w1", gate_IL, 0),
-                ("w3", up_IL, 0),
-                ("w2", self._down_ELI[expert], 1),
+                ("w1", _part(gate_up_2IL, slice(0, width)), 0),
+                ("w3", _part(gate_up_2IL, slice(width, 2 * width)), 0),
+                ("w2", _part(self._down_ELI, expert), 1),
             ):
                 weights.bind(
                     f"{expert}.{name}.weight", target, WeightKind.EXPERT, split_dim=split_dim
@@ -127,12 +135,16 @@ class MoeMlp:
     def prepare(self) -> None:
         """Derive what the forward needs; once, after all slots are filled."""
         weight_EH = self._router.weight_EH
-        if weight_EH.is_cuda and self._gate_up_E2IL.dtype == torch.bfloat16:
+        if weight_EH.is_cuda and self._dtype == torch.bfloat16:
             self._router = self._router._replace(parts_QH=split_in_bfloat16(weight_EH))
 
     def __call__(self, x_TH: Tensor, step: StepTensors) -> Tensor:
         if not self._has_latent:
-            return self._tp.all_reduce(self._routed(x_TH, x_TH, step))
+            routed_TH = self._routed(x_TH, x_TH, step)
+            if self._shared is None and self._shared_output is not None:
+                assert self._input is not None, "a shared expert has projections"
+                routed_TH = routed_TH + self._shared_output(self._activation(*self._input(x_TH)))
+            return self._tp.all_reduce(routed_TH)
         assert self._input is not None, "a latent width comes with its projection"
         latent_TL, *shared = self._input(x_TH)
         routed_TL = self._routed(x_TH, latent_TL, step)
@@ -169,3 +181,7 @@ class MoeMlp:
             routed_TL = self._latent_norm(routed_TL)
         assert self._latent_up is not None, "a latent width comes with its projection"
         return self._latent_up(routed_TL)
+
+
+def _part(weight: ExpertWeight, index: int | slice) -> ExpertWeight:
+    return weight.part(index) if isinstance(weight, Mxfp4Weight) else weight[index]

@@ -5,7 +5,8 @@ split ends in a sum, the vocabulary in a sum (embedding) or a gather (head). Kno
 only through `TensorParallel`.
 
 Dimensions: T tokens, R rows, I inputs, O outputs, G projections, H hidden size, V vocabulary.
-None of the published layers has a bias.
+None of the published layers has a bias. Projections may be quantised by name; their inputs are
+then quantised token by token, those of a row split over this rank's own columns.
 """
 
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stagecoach.kernels.linear import float32_sums, grouped_linear, linear
+from stagecoach.kernels.quantization import Fp8Weight, LinearWeight
 from stagecoach.model.tensor_split import vocab_shard_size
 from stagecoach.model.weight_slots import WeightScope
 
@@ -63,23 +65,66 @@ class LinearPart(NamedTuple):
 
 
 class FusedLinear:
-    """Projections that share an input, as one matrix product."""
+    """Projections that share an input, as one matrix product, or as two where some are E4M3."""
 
     def __init__(
         self, weights: WeightScope, num_inputs: int, parts: tuple[LinearPart, ...]
     ) -> None:
-        self._sizes = [len(part.names) * part.width for part in parts]
-        self.weight_OI = weights.matrix(sum(self._sizes), num_inputs)
-        start = 0
-        for part in parts:
+        spans: list[_Span] = []
+        widths = {False: 0, True: 0}  # of both products
+        for number, part in enumerate(parts):
             for name in part.names:
-                target = self.weight_OI[start : start + part.width]
-                weights.bind(f"{name}.weight", target, split_dim=0 if part.is_split else None)
-                start += part.width
+                is_fp8 = weights.becomes_fp8(f"{name}.weight")
+                end = widths[is_fp8] + part.width
+                spans.append(_Span(name, number, is_fp8, slice(widths[is_fp8], end)))
+                widths[is_fp8] = end
+        self._products: dict[bool, LinearWeight] = {}
+        if widths[False]:
+            self._products[False] = weights.matrix(widths[False], num_inputs)
+        if widths[True]:
+            self._products[True] = weights.fp8_matrix(widths[True], num_inputs)
+        for span in spans:
+            target = _rows(self._products[span.is_fp8], span.outputs)
+            split_dim = 0 if parts[span.part].is_split else None
+            weights.bind(f"{span.name}.weight", target, split_dim=split_dim)
+        self._sizes = [len(part.names) * part.width for part in parts]
+        self._spans = tuple(spans) if len(self._products) > 1 else ()
+
+    @property
+    def weight_OI(self) -> LinearWeight:
+        """Of all projections, where they are one product."""
+        (weight_OI,) = self._products.values()
+        return weight_OI
+
+    @property
+    def is_one_product(self) -> bool:
+        return len(self._products) == 1
 
     def __call__(self, x_TI: Tensor) -> tuple[Tensor, ...]:
-        """[T, I] -> one [T, O] view for each part, in their order."""
-        return linear(x_TI, self.weight_OI).split_with_sizes(self._sizes, dim=-1)
+        """[T, I] -> one [T, O] for each part, in their order; views where a part is one product."""
+        if not self._spans:
+            return linear(x_TI, self.weight_OI).split_with_sizes(self._sizes, dim=-1)
+        y_TO = {is_fp8: linear(x_TI, weight) for is_fp8, weight in self._products.items()}
+        outputs = []
+        for part in range(len(self._sizes)):
+            spans = [span for span in self._spans if span.part == part]
+            if len({span.is_fp8 for span in spans}) == 1:
+                whole = slice(spans[0].outputs.start, spans[-1].outputs.stop)
+                outputs.append(y_TO[spans[0].is_fp8][..., whole])
+            else:
+                outputs.append(
+                    torch.cat([y_TO[span.is_fp8][..., span.outputs] for span in spans], dim=-1)
+                )
+        return tuple(outputs)
+
+
+class _Span(NamedTuple):
+    """Where the outputs of one projection of a FusedLinear are."""
+
+    name: str
+    part: int
+    is_fp8: bool  # in which of the two products
+    outputs: slice
 
 
 class ColumnLinear:
@@ -88,7 +133,7 @@ class ColumnLinear:
     def __init__(
         self, weights: WeightScope, name: str, sizes: tuple[int, int], *, is_split: bool
     ) -> None:
-        self.weight_OI = weights.matrix(*sizes)
+        self.weight_OI = _matrix(weights, (name,), sizes)
         weights.bind(f"{name}.weight", self.weight_OI, split_dim=0 if is_split else None)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -101,13 +146,13 @@ class GroupedLinear:
     def __init__(
         self, weights: WeightScope, names: tuple[str, ...], sizes: tuple[int, int]
     ) -> None:
-        self.weight_GOI = weights.matrix(len(names), *sizes)
-        for name, weight_OI in zip(names, self.weight_GOI, strict=True):
-            weights.bind(f"{name}.weight", weight_OI, split_dim=0)
+        self.weight_GOI = _matrix(weights, names, (len(names), *sizes))
+        for group, name in enumerate(names):
+            weights.bind(f"{name}.weight", _rows(self.weight_GOI, group), split_dim=0)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, G * I], the inputs side by side -> [G, T, O]."""
-        num_groups = len(self.weight_GOI)
+        num_groups = self.weight_GOI.shape[0]
         return grouped_linear(x_TC.unflatten(-1, (num_groups, -1)), self.weight_GOI)
 
 
@@ -115,12 +160,23 @@ class RowLinear:
     """A projection whose inputs are split. The ranks' results are still to be summed."""
 
     def __init__(self, weights: WeightScope, name: str, sizes: tuple[int, int]) -> None:
-        self.weight_OI = weights.matrix(*sizes)
+        self.weight_OI = _matrix(weights, (name,), sizes)
         weights.bind(f"{name}.weight", self.weight_OI, split_dim=1)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I of this rank] -> [T, O], this rank's addend."""
         return linear(x_TI, self.weight_OI)
+
+
+def _matrix(weights: WeightScope, names: tuple[str, ...], sizes: tuple[int, ...]) -> LinearWeight:
+    """E4M3 where that is chosen for every name."""
+    if all(weights.becomes_fp8(f"{name}.weight") for name in names):
+        return weights.fp8_matrix(*sizes)
+    return weights.matrix(*sizes)
+
+
+def _rows(weight: LinearWeight, index: int | slice) -> LinearWeight:
+    return weight.part(index) if isinstance(weight, Fp8Weight) else weight[index]
 
 
 class VocabShard:

@@ -49,7 +49,9 @@ class MemoryShapes:
     row_width: int
     num_draft_layers: int  # 0 where no drafter runs
     draft_row_width: int
-    dtype: torch.dtype  # of convolution rows and cache rows
+    dtype: torch.dtype  # of convolution rows
+    row_dtype: torch.dtype  # of cache rows
+    draft_row_dtype: torch.dtype
 
     @property
     def bytes_per_slot(self) -> int:
@@ -65,8 +67,9 @@ class MemoryShapes:
 
     @property
     def bytes_per_row(self) -> int:
-        target = len(self.mla_layers) * self.row_width
-        return (target + self.num_draft_layers * self.draft_row_width) * self.dtype.itemsize
+        target = len(self.mla_layers) * self.row_width * self.row_dtype.itemsize
+        draft = self.num_draft_layers * self.draft_row_width * self.draft_row_dtype.itemsize
+        return target + draft
 
     def bytes_per_page(self, page_size: int) -> int:
         return page_size * self.bytes_per_row
@@ -91,10 +94,12 @@ class MemoryShapes:
                 record_SNHX=zeros(num_slots, *self.record_NHX, dtype=self.recurrent_dtype),
             )
         for layer in self.mla_layers:
-            layers[layer] = MlaMemory(zeros(num_rows, self.row_width))
+            layers[layer] = MlaMemory(zeros(num_rows, self.row_width, dtype=self.row_dtype))
         draft_rows_YRD = None
         if self.num_draft_layers:
-            draft_rows_YRD = zeros(self.num_draft_layers, num_rows, self.draft_row_width)
+            draft_rows_YRD = zeros(
+                self.num_draft_layers, num_rows, self.draft_row_width, dtype=self.draft_row_dtype
+            )
         return StageMemory(layers, draft_rows_YRD)
 
     def _bytes_of_slot(self, num_states: int, num_recorded: int) -> int:
@@ -110,6 +115,8 @@ def memory_shapes(
     dtype: torch.dtype,
     num_draft_tokens: int = 0,
     draft: DraftConfig | None = None,
+    row_dtype: torch.dtype | None = None,
+    draft_row_dtype: torch.dtype | None = None,
 ) -> MemoryShapes:
     """Shapes of one rank's memory.
 
@@ -122,6 +129,8 @@ def memory_shapes(
         dtype: of the activations.
         num_draft_tokens: k, the most drafts of a window; 0 without speculation.
         draft: the draft model, whose context rows the last stage keeps beside its own.
+        row_dtype: of cache rows; None: `dtype`.
+        draft_row_dtype: of the draft's; None: `dtype`.
     """
     kda = config.kda
     heads = local_size("linear_attn_config.num_heads", kda.num_heads, tp_size)
@@ -137,6 +146,8 @@ def memory_shapes(
         num_draft_layers=drafter.num_layers if drafter else 0,
         draft_row_width=drafter.cache_row_width(tp_size) if drafter else 0,
         dtype=dtype,
+        row_dtype=row_dtype or dtype,
+        draft_row_dtype=draft_row_dtype or dtype,
     )
 
 

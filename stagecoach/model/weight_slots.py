@@ -6,6 +6,9 @@ loader walks the slots afterwards. Owns that list. Knows no file.
     checkpoint tensor   |..........| region |..........|      (whole where not split)
                                       v
     parameter           |.... other slots ....| target |      (a fused matrix has many)
+
+A parameter may be quantised: then its target has two tensors, and the loader makes them of what
+is stored.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,13 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+
+from stagecoach.kernels.quantization import FP8_DTYPE, MXFP4_GROUP_SIZE, Fp8Weight, Mxfp4Weight
+from stagecoach.model.weight_formats import PLAIN, WeightFormats
+
+Target = Tensor | Mxfp4Weight | Fp8Weight
+# NaN in the scale's type, so that what no slot fills shows.
+_SCALE_NAN = 255
 
 
 class WeightKind(Enum):
@@ -51,7 +61,7 @@ class WeightSlot:
     name: str  # as published, without the text model's prefix
     shape: tuple[int, ...]  # of the whole tensor
     region: tuple[slice, ...]  # this rank's part of it, one slice a dim, with start and stop
-    target: Tensor  # view of a parameter, of the region's shape
+    target: Target  # view of a parameter, of the region's shape
     kind: WeightKind
 
 
@@ -62,12 +72,20 @@ class WeightScope:
         dtype: of the parameters; kinds that need it stay at least float32.
         device: where the parameters live; "meta" names and shapes them without memory.
         tp_rank, tp_size: the part of split tensors that this rank takes.
+        formats: which matrices are quantised.
     """
 
     def __init__(
-        self, dtype: torch.dtype, *, device: str = "cpu", tp_rank: int = 0, tp_size: int = 1
+        self,
+        dtype: torch.dtype,
+        *,
+        device: str = "cpu",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        formats: WeightFormats = PLAIN,
     ) -> None:
         self.dtype = dtype
+        self.formats = formats
         self.device = device
         self.tp_rank = tp_rank
         self.tp_size = tp_size
@@ -79,7 +97,11 @@ class WeightScope:
     def child(self, name: str) -> "WeightScope":
         """The scope of a part called `name`."""
         scope = WeightScope(
-            self.dtype, device=self.device, tp_rank=self.tp_rank, tp_size=self.tp_size
+            self.dtype,
+            device=self.device,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            formats=self.formats,
         )
         scope.slots, scope.parameters = self.slots, self.parameters
         scope._padding = self._padding
@@ -107,6 +129,34 @@ class WeightScope:
         *batch, num_outputs, num_inputs = shape
         return self.parameter(*batch, num_inputs, num_outputs, kind=kind).transpose(-1, -2)
 
+    def becomes_fp8(self, name: str) -> bool:
+        """Whether the matrix of this name is to be quantised while it is loaded."""
+        fp8 = self.formats.fp8
+        return fp8 is not None and fp8.selects(self._prefix + name)
+
+    def fp8_matrix(self, *shape: int) -> Fp8Weight:
+        """A parameter [..., outputs, inputs] of E4M3 with a factor for each row of inputs."""
+        weight = Fp8Weight(
+            torch.zeros(shape, dtype=FP8_DTYPE, device=self.device),
+            torch.full(shape[:-1], float("nan"), dtype=torch.float32, device=self.device),
+        )
+        self.parameters += weight
+        return weight
+
+    def mxfp4_matrix(self, *shape: int) -> Mxfp4Weight:
+        """A parameter [..., outputs, inputs] of FP4 codes with a scale for 32 inputs."""
+        *rows, num_inputs = shape
+        assert num_inputs % MXFP4_GROUP_SIZE == 0, f"{num_inputs} inputs are no whole groups"
+
+        def full(width: int, value: int) -> Tensor:
+            return torch.full((*rows, width), value, dtype=torch.uint8, device=self.device)
+
+        weight = Mxfp4Weight(
+            full(num_inputs // 2, 0), full(num_inputs // MXFP4_GROUP_SIZE, _SCALE_NAN)
+        )
+        self.parameters += weight
+        return weight
+
     def pad(self, target: Tensor) -> None:
         """Zero a part of a parameter that no checkpoint tensor fills."""
         target.zero_()
@@ -115,7 +165,7 @@ class WeightScope:
     def bind(
         self,
         name: str,
-        target: Tensor,
+        target: Target,
         kind: WeightKind = WeightKind.MATRIX,
         *,
         split_dim: int | None = None,
@@ -133,7 +183,7 @@ class WeightScope:
     def bind_region(
         self,
         name: str,
-        target: Tensor,
+        target: Target,
         shape: tuple[int, ...],
         region: tuple[slice, ...],
         kind: WeightKind = WeightKind.MATRIX,
@@ -146,6 +196,6 @@ class WeightScope:
     def check_covered(self) -> None:
         """Assert that slots and padding so far fill every parameter, and none twice."""
         targets = [*(slot.target for slot in self.slots), *self._padding]
-        num_bound = sum(target.numel() for target in targets)
-        num_values = sum(parameter.numel() for parameter in self.parameters)
-        assert num_bound == num_values, f"slots hold {num_bound} of {num_values} values"
+        num_bound = sum(target.nbytes for target in targets)
+        num_bytes = sum(parameter.nbytes for parameter in self.parameters)
+        assert num_bound == num_bytes, f"slots hold {num_bound} of {num_bytes} bytes"

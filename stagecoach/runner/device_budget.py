@@ -2,12 +2,15 @@
 
 Owns the rehearsal behind that number: the largest step that single launches run, and the largest
 that is captured, each with little memory of its own. What they took is taken off what the
-options allow, before the pools are made.
+options allow, before the pools are made. It goes over the same steps twice where kernels may be
+new: first without a launch, so that all are compiled side by side.
 """
 
 import contextlib
 import gc
+import os
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,6 +33,7 @@ _LOG = get_logger(__name__)
 _CHUNK_STEP, _WINDOWS_STEP = -1, -2
 _SLOT = NUM_RESERVED_SLOTS
 _CONTEXT_PAGE = NUM_RESERVED_PAGES
+_MAX_COMPILERS = 24
 
 
 class Measured(NamedTuple):
@@ -93,9 +97,9 @@ class Rehearsal:
     def measure(self) -> Measured:
         """Ends with nothing allocated. All kernels are compiled then, and libraries started."""
         _LOG.info("rehearsing the largest steps; kernels that are new here are compiled")
-        began = time.perf_counter()
         # Threads meet nowhere in between where they capture.
         with CAPTURING if self._steps.buckets else contextlib.nullcontext():
+            began = time.perf_counter()
             measured = self._measure()
         _LOG.info("rehearsed in %.1f s", time.perf_counter() - began)
         return measured
@@ -108,13 +112,10 @@ class Rehearsal:
         )
         memory = self._shapes.allocate(_SLOT + 1, num_pages * block_size, str(self._device))
         torch.cuda.current_stream().synchronize()
-        # Kernels have forms for few tokens and for many: a first request should wait for none.
-        # And what is set up once, at the first step, is no activation.
-        for length in chunk_lengths(self._config)[:-1]:
-            self._steps.rehearse(chunk_plan(self._config, length), memory, is_computed=True)
-        for plan in form_plans(self._config, has_graphs=bool(self._steps.buckets)):
-            self._steps.rehearse(plan, memory, is_computed=False)
-        self._run(chunk, windows, memory)
+        if self._device.type == "cuda" and not self._has_other_threads():
+            self._compile(chunk, windows, memory)
+        # What is set up once, at the first step, is no activation.
+        self._meet_forms(chunk, windows, memory)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         self._run(chunk, windows, memory)
@@ -124,6 +125,73 @@ class Rehearsal:
         del memory
         _collect(self._device)
         return Measured(activations, graphs)
+
+    def _has_other_threads(self) -> bool:
+        """Whether other workers of this process launch kernels meanwhile."""
+        engine = self._config.engine
+        return engine.distributed_executor_backend == "uni" and engine.num_workers > 1
+
+    def _compile(self, chunk: StepPlan, windows: StepPlan, memory: StageMemory) -> None:
+        """Compile, in many processes, what the rehearsal and the graphs are going to launch."""
+        # Not before: an engine on a CPU needs no Triton.
+        from stagecoach.kernels import kernel_cache
+        from stagecoach.kernels.compile_ahead import CompileServer, found_forms
+
+        name = kernel_cache.digest(self._what_decides_forms(kernel_cache.source_digest()))
+        if kernel_cache.find(name) is not None:
+            _LOG.debug("an earlier start has compiled all kernels")
+            return
+        num_workers = self._config.engine.num_workers
+        num_cores = len(os.sched_getaffinity(0))
+        server = CompileServer(max(1, min(_MAX_COMPILERS, num_cores // num_workers)))
+        try:
+            began = time.perf_counter()
+            with found_forms() as forms:
+                self._meet_forms(chunk, windows, memory)
+                if self._steps.buckets:
+                    self._steps.new_graphs().launch(self._steps.buckets, memory)
+            _LOG.info(
+                "found %d forms of kernels in %.1f s", len(forms), time.perf_counter() - began
+            )
+            # Ranks need nearly the same: each begins elsewhere, and finds what others have made.
+            first = len(forms) * (self._device.index or 0) // num_workers
+            compiled = server.compile(forms[first:] + forms[:first])
+            _LOG.info(
+                "compiled them, or found them on disk, in %.1f s with %d processes",
+                compiled.seconds,
+                compiled.num_processes,
+            )
+            for failure in compiled.failures:
+                _LOG.warning("could not be compiled beforehand: %s", failure)
+            kernel_cache.store(name, b"compiled")
+        except RuntimeError as error:
+            _LOG.warning("%s: kernels are compiled one by one", error)
+        finally:
+            server.close()
+            _collect(self._device)
+
+    def _what_decides_forms(self, sources: str) -> Iterator[bytes]:
+        """What was compiled for the same of all this needs no looking for forms."""
+        config, engine = self._config, self._config.engine
+        speculation = config.speculation
+        properties = torch.cuda.get_device_properties(self._device)
+        for part in (
+            (sources, torch.__version__, properties.name, self._device.index),
+            (config.model, self._shapes, config.quantization, config.draft_quantization),
+            (config.max_model_len, config.num_draft_tokens, config.is_chaining),
+            (speculation.draft, speculation.acceptance) if speculation else None,
+            (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size),
+            (engine.num_workers, tuple(self._steps.buckets)),
+        ):
+            yield repr(part).encode()
+
+    def _meet_forms(self, chunk: StepPlan, windows: StepPlan, memory: StageMemory) -> None:
+        """Kernels have forms for few tokens and for many: a first request should wait for none."""
+        for length in chunk_lengths(self._config)[:-1]:
+            self._steps.rehearse(chunk_plan(self._config, length), memory, is_computed=True)
+        for plan in form_plans(self._config, has_graphs=bool(self._steps.buckets)):
+            self._steps.rehearse(plan, memory, is_computed=False)
+        self._run(chunk, windows, memory)
 
     def _run(self, chunk: StepPlan, windows: StepPlan, memory: StageMemory) -> None:
         # A step may hold both: what the chunk leaves is there while windows are sampled.

@@ -23,6 +23,7 @@ from stagecoach.schedule.step_plan import StepPlan
 
 # Share of the free memory that all workers of this host take for pages and slots, at most.
 _FREE_MEMORY_SHARE = 0.25
+_ROW_DTYPES = {None: None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def memory_needs(
@@ -120,4 +121,6 @@ def shapes_of(config: ResolvedConfig, stage: Stage, dtype: torch.dtype) -> Memor
         dtype,
         config.num_draft_tokens,
         config.speculation.draft if config.speculation else None,
+        _ROW_DTYPES[config.cache_dtype],
+        _ROW_DTYPES[config.draft_cache_dtype],
     )

@@ -143,6 +143,16 @@ class StepGraphs:
             self._stream.synchronize()
         return time.perf_counter() - began
 
+    @torch.inference_mode()
+    def launch(self, buckets: Sequence[Bucket], memory: StageMemory) -> None:
+        """Launch once what the graphs of these buckets would hold."""
+        with torch.cuda.stream(self._stream):
+            for bucket in buckets:
+                bounds = bounds_of(bucket, self._config)
+                self._inputs.clear(bounds)
+                self._launch(self._inputs.view(bounds), memory)
+            self._stream.synchronize()
+
     def find(self, bucket: Bucket) -> CapturedStep | None:
         return self._steps.get(bucket)
 
@@ -171,9 +181,7 @@ class StepGraphs:
         self._inputs.clear(bounds)
         packed = self._inputs.view(bounds)
         # Kernels are compiled and libraries start up outside of a capture.
-        outputs = self._layers(packed.step, memory)
-        self._end(packed, outputs, memory)
-        del outputs
+        self._launch(packed, memory)
         layers = torch.cuda.CUDAGraph()
         with self._recorded(layers):
             outputs = self._layers(packed.step, memory)
@@ -190,6 +198,9 @@ class StepGraphs:
             end=end,
             rows=rows,
         )
+
+    def _launch(self, packed: PackedStep, memory: StageMemory) -> None:
+        self._end(packed, self._layers(packed.step, memory), memory)
 
     def _layers(self, step: StepTensors, memory: StageMemory) -> LayerOutputs:
         fields = {name: field[: step.num_tokens] for name, field in self._fields.items()}

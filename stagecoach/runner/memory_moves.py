@@ -7,14 +7,18 @@ another of the same plan, is decided where the plan is made.
 Dimensions: P pages, B rows of a page, D width of a cache row, N pages or slots of one list.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stagecoach.cache.memory_moves import MemoryMoves, PageCopy, Transfer
+from stagecoach.kernels.quantization import movable
 from stagecoach.model.stage_memory import KdaMemory, StageMemory
 from stagecoach.runner.transfer import to_device, upload
+
+_FP8_NAN = 0x7F
 
 
 def moves_pages(moves: MemoryMoves) -> bool:
@@ -40,7 +44,8 @@ class MovablePools:
                 rows.append(layer.cache_RD)
         if memory.draft_rows_YRD is not None:
             rows += memory.draft_rows_YRD.unbind()
-        self._pages = [rows_RD.unflatten(0, (-1, block_size)) for rows_RD in rows]  # [P, B, D]
+        # [P, B, D]; what has no arithmetic is moved as bytes.
+        self._pages = [movable(rows_RD).unflatten(0, (-1, block_size)) for rows_RD in rows]
         self._block_size = block_size
         self._fill = fill
 
@@ -63,7 +68,12 @@ class MovablePools:
             if numbers and pools:
                 numbers_N = upload(numbers, torch.int64, pools[0].device)
                 for pool in pools:
-                    pool.index_fill_(0, numbers_N, self._fill)
+                    pool.index_fill_(0, numbers_N, self._fill_of(pool))
+
+    def _fill_of(self, pool: Tensor) -> float:
+        if pool.dtype != torch.uint8:
+            return self._fill
+        return _FP8_NAN if math.isnan(self._fill) else 0
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         """The first rows of one page to another, for all copies and in every layer."""

@@ -48,7 +48,11 @@ class Loaders(NamedTuple):
 
 
 class StageRunner:
-    """The stage of one worker; `load`, then `allocate`, then `run` for every plan in order."""
+    """The stage of one worker; `load`, then `allocate`, then `run` for every plan in order.
+
+    Between two plans, or in the middle of one that failed, it may `part`: only its weights stay,
+    until it meets others again, who have lost theirs.
+    """
 
     def __init__(
         self,
@@ -80,19 +84,20 @@ class StageRunner:
         self._device = torch.device(config.device)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self._model: StageModel | None = None
+        self._drafter: Drafter | None = None
         self._pass: StagePass | None = None
         self._last_stage: LastStage | None = None
         self._newest: NewestTokens | None = None
-        if config.is_chaining:
-            self._newest = NewestTokens(config.engine.max_num_seqs, self._device)
         self._memory: DeviceMemory | None = None
         self._steps: DeviceSteps | None = None  # None on CPU, and before the load
 
-    def load(self, on_progress: Callable[[int, int], None]) -> None:
+    def load(self, on_progress: Callable[[int, int], None], *, is_apart: bool = False) -> None:
         """Read this worker's weights, on the last stage those of the drafter too.
 
         Args:
             on_progress: told the bytes done and the bytes in all.
+            is_apart: there are no links yet: `meet` follows.
 
         Raises:
             CheckpointError: names the tensor or the file.
@@ -106,20 +111,59 @@ class StageRunner:
 
             return report
 
-        self._handoff.agree()
+        if not is_apart:
+            self._handoff.agree()
         with naming_options(
             f"the weights of {self._stage.num_layers} layers do not fit",
             "more workers (--pipeline-parallel-size, --tensor-parallel-size)",
         ):
-            model = self._load_model(report_after)
-        self._pass = StagePass(model, self._stage, self._handoff, self._relay)
+            self._load_weights(report_after)
+        if not is_apart:
+            self._prepare()
+
+    def part(self) -> None:
+        """Let go of all but the weights: pages, slots, and what steps have left. On CPU."""
+        assert self._steps is None, "what runs on a device cannot be called back"
+        self._pass = self._last_stage = self._newest = self._memory = None
+        if self._drafter is not None:
+            self._drafter.drop_context()
+        self._handoff.drop()
+
+    def meet(self, links: Links) -> None:
+        """Be as after the load, with other links.
+
+        Raises:
+            ConfigError: the stage before declares another boundary.
+            WorkerDiedError: a neighbour is gone.
+        """
+        self._handoff.renew(links)
+        self._handoff.agree()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what runs steps with the weights."""
+        assert self._model is not None, "load first"
+        engine = self._config.engine
+        if self._config.is_chaining:
+            self._newest = NewestTokens(engine.max_num_seqs, self._device)
+        if self._stage.is_last:
+            self._last_stage = LastStage(
+                self._model,
+                self._tensor_parallel,
+                max_num_seqs=engine.max_num_seqs,
+                is_sampler=self._is_sampler,
+                speculation=self._config.speculation,
+                drafter=self._drafter,
+                device=self._device,
+                newest=self._newest,
+            )
+        self._pass = StagePass(self._model, self._stage, self._handoff, self._relay)
         if self._device.type == "cuda":
             self._steps = self._device_steps(self._pass)
 
-    def _load_model(self, report_after: Callable[[int], Progress]) -> StageModel:
-        """With what the last stage adds to it."""
-        engine = self._config.engine
-        model = self._loaders.stage(
+    def _load_weights(self, report_after: Callable[[int], Progress]) -> None:
+        """Of the stage, and of the drafter on the last one."""
+        self._model = model = self._loaders.stage(
             self._config.checkpoint,
             self._config.model,
             self._stage,
@@ -129,26 +173,13 @@ class StageRunner:
             progress=report_after(0),
             taps=self._taps,
             device=self._config.device,
+            quantization=self._config.quantization,
         )
-        if not self._stage.is_last:
-            return model
-        drafter = None
-        if self._taps is not None:
+        if self._stage.is_last and self._taps is not None:
             done_bytes = sum(slot.target.nbytes for slot in model.slots)
-            drafter = self._loaders.drafter(
+            self._drafter = self._loaders.drafter(
                 self._config, model, self._tensor_parallel, self._dtype, report_after(done_bytes)
             )
-        self._last_stage = LastStage(
-            model,
-            self._tensor_parallel,
-            max_num_seqs=engine.max_num_seqs,
-            is_sampler=self._is_sampler,
-            speculation=self._config.speculation,
-            drafter=drafter,
-            device=self._device,
-            newest=self._newest,
-        )
-        return model
 
     def _device_steps(self, stage_pass: StagePass) -> DeviceSteps:
         engine = self._config.engine

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.quantization import gathered
 from stagecoach.kernels.ragged import BlockInputs, RowLayout
 
 
@@ -71,7 +72,7 @@ def block_rows(cache_RX: Tensor, own_NKX: Tensor, places: BlockPlaces) -> Tensor
         own_NKX: of all blocks of the pass.
     """
     own_NKX = own_NKX[places.blocks]
-    context_MX = cache_RX.index_select(0, places.context_rows_M).to(own_NKX.dtype)
+    context_MX = gathered(cache_RX, places.context_rows_M, own_NKX.dtype)
     context_NLX = context_MX.view(len(own_NKX), -1, own_NKX.shape[2])
     return torch.cat((context_NLX, own_NKX), dim=1)
 

@@ -5,6 +5,8 @@ Dimensions: T tokens, Y layers, R cache rows of a layer, D row width.
 
 from torch import Tensor
 
+from stagecoach.kernels.quantization import movable, narrowed
+
 
 def store_rows(rows_TYD: Tensor, cache_YRD: Tensor, cache_rows_T: Tensor) -> None:
     """Write the rows of each token to its cache row of every layer, in place.
@@ -15,5 +17,6 @@ def store_rows(rows_TYD: Tensor, cache_YRD: Tensor, cache_rows_T: Tensor) -> Non
         cache_rows_T: integers, all different but for -1: such a token's rows go nowhere.
     """
     is_real_T = cache_rows_T >= 0
-    rows_YTD = rows_TYD.transpose(0, 1).to(cache_YRD.dtype)
-    cache_YRD.index_copy_(1, cache_rows_T[is_real_T].long(), rows_YTD[:, is_real_T])
+    rows_YTD = narrowed(rows_TYD.transpose(0, 1), cache_YRD.dtype)
+    rows_YTD = movable(rows_YTD)[:, is_real_T]
+    movable(cache_YRD).index_copy_(1, cache_rows_T[is_real_T].long(), rows_YTD)

@@ -27,4 +27,6 @@ def store_rows_kernel(
     mask = columns < width
     values = tl.load(rows + token * token_stride + layer * layer_stride + columns, mask=mask)
     place = tl.cast(layer, tl.int64) * cache_layer_stride + cache_row * cache_row_stride
-    tl.store(cache + place + columns, values.to(cache.dtype.element_ty), mask=mask)
+    # A cache of E4M3 takes its values from float32.
+    values = values.to(tl.float32).to(cache.dtype.element_ty)
+    tl.store(cache + place + columns, values, mask=mask)

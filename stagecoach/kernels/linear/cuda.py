@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from triton import next_power_of_2
 
 from stagecoach.kernels.dependent_launch import launch_options
+from stagecoach.kernels.linear.blocks import LONGEST_ROW, whole_blocks
+from stagecoach.kernels.linear.fp8_cuda import fp8_grouped_linear, fp8_linear
 from stagecoach.kernels.linear.linear_kernel import (
     linear_kernel,
     sum_splits_kernel,
     vector_kernel,
 )
+from stagecoach.kernels.quantization import Fp8Weight, LinearWeight
 
 MOST_ROWS = 16  # of the own kernels: one tile of tensor cores
-_LONGEST = 16_384  # inputs that one program may hold
 
 
 class LinearTiles(NamedTuple):
@@ -65,13 +66,15 @@ def choose_sum_tiles(num_outputs: int, num_inputs: int) -> LinearTiles | None:
     return choose_tiles(num_outputs, num_inputs)
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def linear(x_TI: Tensor, weight_OI: LinearWeight) -> Tensor:
     """[..., I] -> [..., O] in `x_TI.dtype`."""
+    if isinstance(weight_OI, Fp8Weight):
+        return fp8_linear(x_TI.flatten(0, -2), weight_OI).unflatten(0, x_TI.shape[:-1])
     num_rows = x_TI.shape[:-1].numel()
     if not 0 < num_rows <= MOST_ROWS or not _is_row_major(weight_OI):
         return functional.linear(x_TI, weight_OI)
     num_outputs, num_inputs = weight_OI.shape
-    if num_rows == 1 and num_inputs <= _LONGEST:
+    if num_rows == 1 and num_inputs <= LONGEST_ROW:
         tiles = choose_vector_tiles(num_inputs)
         out_TO = one_row(x_TI.reshape(1, -1), weight_OI, tiles)
     elif cut := choose_tiles(num_outputs, num_inputs):
@@ -81,12 +84,14 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return out_TO.view(*x_TI.shape[:-1], -1)
 
 
-def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor) -> Tensor:
+def grouped_linear(x_TGI: Tensor, weight_GOI: LinearWeight) -> Tensor:
     """[T, G, I] and [G, O, I] -> [G, T, O] in `x_TGI.dtype`; up to a bound in one launch."""
+    if isinstance(weight_GOI, Fp8Weight):
+        return fp8_grouped_linear(x_TGI, weight_GOI)
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1]
     if 0 < num_rows <= MOST_ROWS and _is_row_major(weight_GOI[0]):
-        if num_rows == 1 and num_inputs <= _LONGEST:
+        if num_rows == 1 and num_inputs <= LONGEST_ROW:
             tiles = choose_vector_tiles(num_inputs)
             return _launch_vector(x_TGI[0], weight_GOI, tiles, x_TGI.dtype)[:, None]
         cut = choose_tiles(num_outputs, num_inputs)
@@ -135,13 +140,6 @@ def _launch_vector(
     return out_GO
 
 
-def whole_blocks(num_inputs: int) -> tuple[int, int]:
-    """Two powers of two, or one and 0, that hold so many inputs; only the second may be larger."""
-    block_inputs = 1 << (num_inputs.bit_length() - 1)
-    rest = num_inputs - block_inputs
-    return block_inputs, next_power_of_2(rest) if rest else 0
-
-
 def few_rows(x_TI: Tensor, weight_OI: Tensor, tiles: LinearTiles) -> Tensor:
     """`linear` by the own kernel of some rows, cut as told."""
     if tiles.num_splits == 1:
@@ -165,7 +163,7 @@ def float32_sums(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """float32 [S, T, O] whose sum over S is the product."""
     if 0 < len(x_TI) <= MOST_ROWS and _is_row_major(weight_OI):
         num_outputs, num_inputs = weight_OI.shape
-        if len(x_TI) == 1 and num_inputs <= _LONGEST:
+        if len(x_TI) == 1 and num_inputs <= LONGEST_ROW:
             tiles = choose_vector_tiles(num_inputs)
             return one_row(x_TI, weight_OI, tiles, torch.float32)[None]
         cut = choose_sum_tiles(num_outputs, num_inputs)

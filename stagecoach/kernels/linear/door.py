@@ -9,9 +9,10 @@ Dimensions: T rows, I inputs, O outputs, G products of one size, S addends of a 
 from torch import Tensor
 
 from stagecoach.kernels.linear import reference
+from stagecoach.kernels.quantization import LinearWeight
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def linear(x_TI: Tensor, weight_OI: LinearWeight) -> Tensor:
     """`reference.linear`: [..., O] in `x_TI.dtype`; on a GPU sums are float32."""
     if x_TI.is_cuda:
         from stagecoach.kernels.linear import cuda
@@ -21,7 +22,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return reference.linear(x_TI, weight_OI)
 
 
-def grouped_linear(x_TGI: Tensor, weight_GOI: Tensor) -> Tensor:
+def grouped_linear(x_TGI: Tensor, weight_GOI: LinearWeight) -> Tensor:
     """`reference.grouped_linear`: [G, T, O] in `x_TGI.dtype`; on a GPU sums are float32."""
     if x_TGI.is_cuda:
         from stagecoach.kernels.linear import cuda

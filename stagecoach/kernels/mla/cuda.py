@@ -22,6 +22,7 @@ from stagecoach.kernels.mla.split_cuda import (
     dot_precision,
 )
 from stagecoach.kernels.mla.window_cuda import attend_windows, fits, is_faster, query_tile
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import PackedGroup, RowLayout
 
 # Up to so many tokens the own kernel multiplies by head matrices, then the library: 3.9 against
@@ -183,9 +184,9 @@ def mla_prefill(
     head_width = len(kv_up_OC) // num_heads
     value_width = head_width - nope_width
     tile = tile or prefill_tile(q_THD.dtype)
-    assert q_THD.stride(2) == 1 and q_THD.dtype == cache_RD.dtype, f"{q_THD.dtype} queries"
+    assert q_THD.stride(2) == 1, "a head's queries lie in one piece"
     assert gate_THV is None or gate_THV.stride(2) == 1, "a head's gates lie in one piece"
-    rows_LD = gather_rows(cache_RD, group)
+    rows_LD = gather_rows(cache_RD, group, q_THD.dtype)
     num_positions = len(rows_LD)
     bytes_per_head = num_positions * head_width * q_THD.itemsize
     heads_at_once = min(num_heads, max(1, max_expanded_bytes // bytes_per_head))
@@ -231,14 +232,20 @@ def mla_prefill(
     return o_THV
 
 
-def gather_rows(cache_RD: Tensor, group: PackedGroup) -> Tensor:
-    """Cache rows of the segments' contexts, end to end: [at least their sum, D]."""
+def gather_rows(cache_RD: Tensor, group: PackedGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """Cache rows of the segments' contexts, end to end: [at least their sum, D] in `dtype`.
+
+    Args:
+        dtype: that of the cache, unless told; a cache of E4M3 becomes any.
+    """
+    dtype = dtype or cache_RD.dtype
+    assert cache_RD.dtype in (dtype, FP8_DTYPE), f"{cache_RD.dtype} rows to {dtype}"
     num_positions = min(
         group.num_context or group.pages_P.numel() * group.block_size,
         group.num_segments * group.max_context,
     )
     row_width = cache_RD.shape[1]
-    rows_LD = cache_RD.new_empty(num_positions, row_width)
+    rows_LD = cache_RD.new_empty((num_positions, row_width), dtype=dtype)
     gather_rows_kernel[(cdiv(num_positions, _GATHER_ROWS) + group.num_segments,)](
         cache_RD,
         rows_LD,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stagecoach.kernels.norm.reference import rms_norm
 from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.quantization import gathered, movable, narrowed
 from stagecoach.kernels.ragged import SegmentGroup
 
 
@@ -29,7 +30,7 @@ def write_rows(
     """cache_RD[cache_rows_T[t]] = [RMS norm of latent_TC[t] | k_pe_TP[t]], in place.
 
     Args:
-        cache_RD: [R, C + P] rows of one layer.
+        cache_RD: [R, C + P] rows of one layer, of any floating type; E4M3 without a factor.
         latent_TC: any floating type.
         k_pe_TP: the same type.
         norm_weight_C: any floating type.
@@ -37,7 +38,8 @@ def write_rows(
         cache_rows_T: int64 [T], all different.
     """
     rows_TD = torch.cat([rms_norm(latent_TC, norm_weight_C, eps), k_pe_TP], dim=-1)
-    cache_RD.index_copy_(0, cache_rows_T, rows_TD.to(cache_RD.dtype))
+    rows_TD = narrowed(rows_TD, cache_RD.dtype)
+    movable(cache_RD).index_copy_(0, cache_rows_T, movable(rows_TD))
 
 
 def head_product(x_THK: Tensor, weight_HKO: Tensor, gate_THO: Tensor | None = None) -> Tensor:
@@ -80,7 +82,7 @@ def mla_decode(
     dtype = accumulate_dtype(q_latent_THC.dtype)
     num_segments, num_positions = group.context_rows_BL.shape
     latent_width = q_latent_THC.shape[2]
-    rows_BLD = cache_RD.index_select(0, group.context_rows_BL.flatten()).to(dtype)
+    rows_BLD = gathered(cache_RD, group.context_rows_BL.flatten(), dtype)
     rows_BLD = rows_BLD.view(num_segments, num_positions, -1)
     q_THD = torch.cat((q_latent_THC, q_pe_THP), dim=2).to(dtype).mul_(scale)
     q_BGD = group.pad(q_THD).flatten(1, 2)  # G = W * H
@@ -121,7 +123,7 @@ def mla_prefill(
     num_heads, latent_width = q_THD.shape[1], kv_up_OC.shape[1]
     nope_width = q_THD.shape[2] - (cache_RD.shape[1] - latent_width)
     num_segments, num_positions = group.context_rows_BL.shape
-    rows_BLD = cache_RD.index_select(0, group.context_rows_BL.flatten()).to(q_THD.dtype)
+    rows_BLD = gathered(cache_RD, group.context_rows_BL.flatten(), q_THD.dtype)
     rows_BLD = rows_BLD.view(num_segments, num_positions, -1)
     kv_BLO = F.linear(rows_BLD[:, :, :latent_width], kv_up_OC)
     kv_BLHO = kv_BLO.unflatten(-1, (num_heads, -1))

@@ -40,10 +40,13 @@ def write_rows_kernel(
     pe_P = tl.load(pe_ptr + token * pe_stride + columns_P, mask=is_column_P, other=0.0)
     mean = tl.sum(latent_C * latent_C, 0) / LATENT_WIDTH
     normed_C = latent_C * tl.rsqrt(mean + eps) * weight_C
+    # As the reference rounds it, whatever the cache is of.
+    normed_C = normed_C.to(latent_ptr.dtype.element_ty).to(tl.float32)
     row_ptr = cache_ptr + row * cache_stride
     out_type = cache_ptr.dtype.element_ty
     tl.store(row_ptr + columns_C, normed_C.to(out_type), mask=is_column_C)
-    tl.store(row_ptr + LATENT_WIDTH + columns_P, pe_P.to(out_type), mask=is_column_P)
+    # E4M3 is made of float32, and what is too large for it becomes its largest value.
+    tl.store(row_ptr + LATENT_WIDTH + columns_P, pe_P.to(tl.float32).to(out_type), mask=is_column_P)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -62,7 +65,10 @@ def gather_rows_kernel(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Contexts of all segments, end to end: [sum of contexts, D]. A program copies TILE_N rows."""
+    """Contexts of all segments, end to end: [sum of contexts, D] in the type of `rows_ptr`.
+
+    A program copies TILE_N rows.
+    """
     segments_S = tl.arange(0, SEGMENTS)
     is_segment_S = segments_S < num_segments
     offsets_S = tl.load(offsets_ptr + segments_S, mask=is_segment_S, other=0)
@@ -83,4 +89,5 @@ def gather_rows_kernel(
     is_value_ND = is_there_N[:, None] & (columns_D < ROW_WIDTH)[None, :]
     values_ND = tl.load(cache_ptr + at_N[:, None] + columns_D[None, :], mask=is_value_ND)
     to_N = (first_row + positions_N) * ROW_WIDTH
+    values_ND = values_ND.to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + to_N[:, None] + columns_D[None, :], values_ND, mask=is_value_ND)

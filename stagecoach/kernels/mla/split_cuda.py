@@ -15,6 +15,7 @@ from triton import cdiv, next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stagecoach.kernels.mla.split_kernel import attend_pieces_kernel, sum_pieces_kernel
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import RowLayout
 
 NUM_PROCESSORS = 132
@@ -100,7 +101,7 @@ def attend_split(
     Args:
         q_THC: bfloat16 or float32, heads in one piece.
         q_pe_THP: queries of the keys' second part.
-        cache_RX: of the same type; rows in one piece.
+        cache_RX: of the same type or E4M3; rows in one piece.
         own_TX: with blocks, the rows of their tokens.
         tile: instead of the one from the table.
     """
@@ -108,7 +109,7 @@ def attend_split(
     heads = num_heads // layout.num_groups
     rows_per_piece = segments.max_tokens * heads
     tile = tile or split_tile(rows_per_piece, q_THC.dtype)
-    assert q_THC.dtype == cache_RX.dtype, f"queries {q_THC.dtype}, cache {cache_RX.dtype}"
+    assert cache_RX.dtype in (q_THC.dtype, FP8_DTYPE), f"{q_THC.dtype}, cache {cache_RX.dtype}"
     assert q_THC.stride(2) == 1 and cache_RX.stride(1) == 1, "rows lie in one piece"
     assert num_tokens == segments.num_tokens, f"{num_tokens} of {segments.num_tokens} tokens"
     assert (own_TX is None) == (segments.block_tokens == 0), "blocks bring rows of their own"
@@ -123,10 +124,12 @@ def attend_split(
     )
     scratch = make_scratch(q_THC, num_pieces, rows_per_piece, segments, layout)
     o_THV = q_THC.new_empty(num_tokens, num_heads, layout.value_width)
-    own = cache_RX if own_TX is None else own_TX
+    own = q_THC if own_TX is None else own_TX
     q_pe = q_THC if q_pe_THP is None else q_pe_THP
     assert q_pe.stride(2) == 1 and own.stride(-1) == 1, "rows lie in one piece"
-    has_descriptors = tile.has_descriptors and _fits_descriptors(segments, layout, tile)
+    has_descriptors = tile.has_descriptors and fits_descriptors(
+        segments, layout, tile, cache_RX.element_size()
+    )
     attend_pieces_kernel[(num_pieces * num_row_tiles, layout.num_groups)](
         q_THC,
         q_pe,
@@ -218,13 +221,20 @@ def sum_tile(num_tokens: int, num_heads: int, value_width: int) -> SumTile:
     return SumTile(4, min(_SUM_VALUES // 4 // values, next_power_of_2(num_heads)), values)
 
 
-def _fits_descriptors(segments: Segments, layout: RowLayout, tile: SplitTile) -> bool:
-    """Whether a tile is one box of rows: within a page, and as wide as a power of two."""
+def fits_descriptors(
+    segments: Segments, layout: RowLayout, tile: SplitTile, value_bytes: int
+) -> bool:
+    """Whether a tile is one box of rows: within a page, and as wide as a power of two.
+
+    Narrower boxes than those of small bfloat16 rows, in bytes too, were never run on a GPU.
+    """
     return (
         segments.page_size % tile.positions == 0
         and not layout.has_own_values
-        and layout.key_width == next_power_of_2(layout.key_width) >= 64
-        and layout.second_width == next_power_of_2(layout.second_width) >= 16
+        and layout.key_width == next_power_of_2(layout.key_width) >= max(64, 128 // value_bytes)
+        and layout.second_width
+        == next_power_of_2(layout.second_width)
+        >= max(16, 32 // value_bytes)
     )
 
 

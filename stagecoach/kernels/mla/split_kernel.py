@@ -47,8 +47,9 @@ def _load_rows(
     TILE_V: tl.constexpr,
     SHARES_ROWS: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Both parts of the keys, and the values, of the rows that begin at `at_N`.
+    """Both parts of the keys, and the values, of the rows that begin at `at_N`, in `DTYPE`.
 
     Unless masked all rows are there.
     """
@@ -61,6 +62,7 @@ def _load_rows(
         k_NC = tl.load(key_ptr_NC, mask=is_key_NC, other=0.0)
     else:
         k_NC = tl.load(key_ptr_NC)
+    k_NC = k_NC.to(DTYPE)
     k_NP = k_NC
     if SECOND_WIDTH > 0:
         key_ptr_NP = key_ptr + at_N[:, None] + (KEY_WIDTH + columns_P)[None, :]
@@ -69,10 +71,12 @@ def _load_rows(
             k_NP = tl.load(key_ptr_NP, mask=is_key_NP, other=0.0)
         else:
             k_NP = tl.load(key_ptr_NP)
+        k_NP = k_NP.to(DTYPE)
     v_NV = k_NC
     if not SHARES_ROWS:
         is_value_NV = is_there_N[:, None] & (columns_V < VALUE_WIDTH)[None, :]
         v_NV = tl.load(value_ptr + at_N[:, None] + columns_V[None, :], mask=is_value_NV, other=0.0)
+        v_NV = v_NV.to(DTYPE)
     return k_NC, k_NP, v_NV
 
 
@@ -172,6 +176,8 @@ def attend_pieces_kernel(
     HAS_BLOCK: tl.constexpr = BLOCK_TOKENS > 0
     HAS_SECOND_PART: tl.constexpr = SECOND_WIDTH > 0
     SHARES_ROWS: tl.constexpr = VALUE_START < 0
+    # The cache may be of a narrower type than queries; products are in theirs.
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     row_tile = tl.program_id(0) % num_row_tiles
     piece = tl.program_id(0) // num_row_tiles
     group = tl.program_id(1)
@@ -273,26 +279,16 @@ def attend_pieces_kernel(
             pages_N = tl.load(page_ptr + (position + places_N) // PAGE_SIZE).to(tl.int64)
             at_N = (pages_N * PAGE_SIZE + (position + places_N) % PAGE_SIZE) * cache_stride
         if HAS_DESCRIPTORS:
-            k_NC = rows_descriptor.load([row, 0])
+            k_NC = rows_descriptor.load([row, 0]).to(DTYPE)
             k_NP = k_NC
             if HAS_SECOND_PART:
-                k_NP = second_descriptor.load([row, KEY_WIDTH])
+                k_NP = second_descriptor.load([row, KEY_WIDTH]).to(DTYPE)
             v_NV = k_NC
         else:
             k_NC, k_NP, v_NV = _load_rows(
-                key_ptr,
-                value_ptr,
-                at_N,
-                places_N >= 0,
-                KEY_WIDTH,
-                SECOND_WIDTH,
-                VALUE_WIDTH,
-                TILE_C,
-                TILE_P,
-                TILE_V,
-                SHARES_ROWS,
-                IS_MASKED=False,
-            )
+                key_ptr, value_ptr, at_N, places_N >= 0, KEY_WIDTH, SECOND_WIDTH, VALUE_WIDTH,
+                TILE_C, TILE_P, TILE_V, SHARES_ROWS, IS_MASKED=False, DTYPE=DTYPE,
+            )  # fmt: skip
         top_M, sum_M, o_MV = _attend_tile(
             q_MC,
             q_MP,
@@ -321,19 +317,9 @@ def attend_pieces_kernel(
         if not HAS_BLOCK:
             is_hidden_MN = is_hidden_MN | (positions_N[None, :] > start + tokens_M[:, None])
         k_NC, k_NP, v_NV = _load_rows(
-            key_ptr,
-            value_ptr,
-            at_N,
-            is_there_N,
-            KEY_WIDTH,
-            SECOND_WIDTH,
-            VALUE_WIDTH,
-            TILE_C,
-            TILE_P,
-            TILE_V,
-            SHARES_ROWS,
-            IS_MASKED=True,
-        )
+            key_ptr, value_ptr, at_N, is_there_N, KEY_WIDTH, SECOND_WIDTH, VALUE_WIDTH, TILE_C,
+            TILE_P, TILE_V, SHARES_ROWS, IS_MASKED=True, DTYPE=DTYPE,
+        )  # fmt: skip
         if not HAS_BLOCK:
             # A share of 0 times NaN is NaN: a draft must not reach the tokens before it.
             v_NV = _finite(v_NV)
@@ -362,19 +348,10 @@ def attend_pieces_kernel(
             if IS_CAUSAL:
                 is_hidden_MN = is_hidden_MN | (own_N[None, :] > tokens_M[:, None])
             k_NC, k_NP, v_NV = _load_rows(
-                own_ptr + group * KEY_WIDTH,
-                own_ptr + VALUE_START + group * VALUE_WIDTH,
-                at_N,
-                is_own_N,
-                KEY_WIDTH,
-                SECOND_WIDTH,
-                VALUE_WIDTH,
-                TILE_C,
-                TILE_P,
-                TILE_V,
-                SHARES_ROWS,
-                IS_MASKED=True,
-            )
+                own_ptr + group * KEY_WIDTH, own_ptr + VALUE_START + group * VALUE_WIDTH, at_N,
+                is_own_N, KEY_WIDTH, SECOND_WIDTH, VALUE_WIDTH, TILE_C, TILE_P, TILE_V,
+                SHARES_ROWS, IS_MASKED=True, DTYPE=DTYPE,
+            )  # fmt: skip
             top_M, sum_M, o_MV = _attend_tile(
                 q_MC,
                 q_MP,

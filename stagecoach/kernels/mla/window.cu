@@ -1,4 +1,4 @@
-// Windows over cached rows of 512 + 64 bfloat16; `reference.py` says what is computed.
+// Windows over cached rows of 512 + 64 bfloat16 or E4M3; `reference.py` says what is computed.
 //
 // Hopper only. One thread block attends from ROWS query rows (tokens x heads) to one piece of a
 // context, a tile of 64 positions at a time. The copy engine brings a tile as nine blocks of
@@ -12,6 +12,9 @@
 // How contexts are cut into pieces, and the scratch, are those of `split_kernel.py`. A segment
 // of one piece gets its final output here.
 //
+// With IS_FP8 rows are E4M3: two other warpgroups read tiles into registers and write them as
+// bfloat16 where the copy engine would. What multiplies is the same.
+//
 // ROWS is 32, 48 or 64; SHARED_BYTES what the host reserves.
 
 #include "window_device.cuh"
@@ -23,10 +26,10 @@ constexpr int BLOCK_BYTES = TILE * 128;
 constexpr int NUM_BLOCKS = (LATENT + PE) / 64;
 constexpr int TILE_BYTES = NUM_BLOCKS * BLOCK_BYTES;
 constexpr int NUM_STAGES = 2;
-constexpr int NUM_CONSUMERS = 256;
-constexpr int NUM_THREADS = NUM_CONSUMERS + 128;
+constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = IS_FP8 ? 256 : 128;
+constexpr int NUM_THREADS = NUM_CONSUMERS + NUM_PRODUCERS;
 // Of a thread; registers go from warpgroup to warpgroup.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = IS_FP8 ? 56 : 40, CONSUMER_REGISTERS = IS_FP8 ? 200 : 232;
 constexpr int HALF = ROWS / 2;   // query rows of a warpgroup's scores
 constexpr int VALUE_TILES = LATENT / 64 / 2;  // of a warpgroup's outputs
 constexpr int MAX_SEGMENTS = TILE * ROWS / 2;
@@ -40,6 +43,8 @@ struct Arguments {
     float *partial_top;    // [pieces, rows_per_piece]
     int *pieces;           // [S, 2]: a segment's first piece, and how many it has
     const int *offsets, *starts, *first_pages, *page_ids;
+    const unsigned char *fp8_rows;  // the cache, where `rows` is not
+    long long fp8_row_bytes;
     long long q_token_stride, q_head_stride, q_pe_token_stride, q_pe_head_stride;
     float scale;  // with log2(e)
     int num_segments, num_heads, num_row_tiles, rows_per_piece, target_pieces, page_size;
@@ -169,6 +174,48 @@ __device__ void bring_tiles(Shared &shared, const Arguments &given, int first, i
                          tile_row, &shared.full[stage]);
         }
         __syncwarp();
+    }
+}
+
+// By two warpgroups: the same from rows of E4M3. While a piece of a tile is widened, the same piece
+// of the next tile is asked for.
+__device__ void bring_fp8_tiles(Shared &shared, const Arguments &given, int first, int end) {
+    static_assert(!IS_FP8 || NUM_PRODUCERS == TILE * 4, "16 columns of each block of a row");
+    int thread = threadIdx.x - NUM_CONSUMERS;
+    int position = thread / 4, piece = thread % 4;
+    const int *page_ids = given.page_ids + given.first_pages[shared.segment];
+    int tiles_of_page = given.page_size / TILE;
+    auto row_of = [&](int tile) {
+        tile = min(tile, end - 1);
+        long long row = (long long)page_ids[tile / tiles_of_page] * given.page_size;
+        row += tile % tiles_of_page * TILE + position;
+        return given.fp8_rows + row * given.fp8_row_bytes + piece * 16;
+    };
+    // Eight threads store to all of 128 bytes' places: those of a row and of its neighbour.
+    int low = position * 128 + (piece * 2 ^ position % 8) * 16;
+    int high = position * 128 + (piece * 2 + 1 ^ position % 8) * 16;
+    uint4 codes[NUM_BLOCKS];
+    const unsigned char *row = row_of(first);
+#pragma unroll
+    for (int block = 0; block < NUM_BLOCKS; block++) codes[block] = load_once(row + block * 64);
+    row = row_of(first + 1);
+    for (int tile = first; tile < end; tile++) {
+        int stage = (tile - first) % NUM_STAGES;
+        int round = (tile - first) / NUM_STAGES;
+        if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
+        unsigned char *target = shared.tiles[stage];
+#pragma unroll
+        for (int block = 0; block < NUM_BLOCKS; block++) {
+            uint2 x = widen(codes[block].x), y = widen(codes[block].y);
+            *(uint4 *)(target + block * BLOCK_BYTES + low) = make_uint4(x.x, x.y, y.x, y.y);
+            x = widen(codes[block].z), y = widen(codes[block].w);
+            *(uint4 *)(target + block * BLOCK_BYTES + high) = make_uint4(x.x, x.y, y.x, y.y);
+            if (tile + 1 < end) codes[block] = load_once(row + block * 64);
+        }
+        row = row_of(tile + 2);
+        publish_shared();
+        __syncwarp();
+        if (thread % 32 == 0) barrier_arrive(&shared.full[stage]);
     }
 }
 
@@ -370,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // Swizzled blocks begin at multiples of 1024 bytes.
         if (address_of(memory) % 1024 != 0) __trap();
         for (int stage = 0; stage < NUM_STAGES; stage++) {
-            barrier_init(&shared.full[stage], 1);
+            barrier_init(&shared.full[stage], IS_FP8 ? NUM_PRODUCERS / 32 : 1);
             barrier_init(&shared.empty[stage], NUM_CONSUMERS / 32);
         }
         publish_barriers();
@@ -392,7 +439,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     int end = (int)((long long)(shared.number + 1) * shared.num_tiles / shared.num_pieces);
     if (threadIdx.x >= NUM_CONSUMERS) {
         shrink_to_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x < NUM_CONSUMERS + 32) bring_tiles(shared, given, first, end);
+        if (IS_FP8)
+            bring_fp8_tiles(shared, given, first, end);
+        else if (threadIdx.x < NUM_CONSUMERS + 32)
+            bring_tiles(shared, given, first, end);
     } else {
         grow_to_registers<CONSUMER_REGISTERS>();
         attend(shared, given, piece, row_tile, first, end);

@@ -1,4 +1,4 @@
-"""Launches `window.cu`: windows over rows of 512 + 64 bfloat16, on Hopper GPUs.
+"""Launches `window.cu`: windows over rows of 512 + 64 bfloat16 or E4M3, on Hopper GPUs.
 
 Owns which calls it takes and its tiles. Scratch and the sum of pieces are those of
 `split_cuda.py`, whose Triton form takes all other calls.
@@ -9,6 +9,7 @@ Dimensions: as in `split_cuda.py`; P width of the second part.
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from stagecoach.kernels.mla.split_cuda import (
     sum_pieces,
 )
 from stagecoach.kernels.mla.tensor_map import TensorMap, swizzled_boxes
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import RowLayout
 
 _SOURCE = Path(__file__).with_name("window.cu")
@@ -29,7 +31,7 @@ _LATENT, _PE = 512, 64
 _TILE = 64  # positions
 _TILE_BYTES = _TILE * (_LATENT + _PE) * 2
 _NUM_STAGES = 2
-_NUM_THREADS = 384
+_NUM_THREADS, _NUM_FP8_THREADS = 384, 512
 _QUERY_TILES = (32, 48, 64)
 # What `Shared` in the source has beside tiles, queries, shares and three numbers a query row.
 _BARRIER_BYTES = 64
@@ -54,6 +56,8 @@ class WindowArguments(ctypes.Structure):
                 *("offsets", "starts", "first_pages", "page_ids"),
             )
         ),
+        ("fp8_rows", ctypes.c_void_p),
+        ("fp8_row_bytes", ctypes.c_longlong),
         *(
             (f"{name}_stride", ctypes.c_longlong)
             for name in ("q_token", "q_head", "q_pe_token", "q_pe_head")
@@ -67,7 +71,7 @@ class WindowArguments(ctypes.Structure):
             )
         ),
         # The source's struct ends at a multiple of 64 bytes, as the map in it asks for.
-        ("padding", ctypes.c_ubyte * 52),
+        ("padding", ctypes.c_ubyte * 36),
     ]
 
 
@@ -79,10 +83,11 @@ def fits(
     return (
         q_THC.is_cuda
         and q_THC.dtype == torch.bfloat16
+        and cache_RX.dtype in (torch.bfloat16, FP8_DTYPE)
         and layout == RowLayout(1, _LATENT, _PE, _LATENT, has_own_values=False)
         and segments.page_size % _TILE == 0
         and segments.num_segments <= _most_segments(_QUERY_TILES[0])
-        and cache_RX.stride(0) % 8 == 0
+        and cache_RX.stride(0) * cache_RX.element_size() % 16 == 0
         and cache_RX.data_ptr() % 16 == 0
         and all(x.stride(0) % 8 == 0 == x.stride(1) % 8 and x.data_ptr() % 16 == 0 for x in rows)
         and _is_hopper(q_THC.device)
@@ -113,7 +118,7 @@ def attend_windows(
 
     Args:
         q_THC, q_pe_THP: bfloat16.
-        cache_RX: bfloat16 rows of 512 + 64.
+        cache_RX: rows of 512 + 64 bfloat16 or E4M3.
         tile_rows: query rows of a thread block, 32, 48 or 64; by default as few as can be.
     """
     num_tokens, num_heads, _ = q_THC.shape
@@ -127,8 +132,14 @@ def attend_windows(
     )
     scratch = make_scratch(q_THC, num_pieces, rows_per_piece, segments, layout)
     o_THC = q_THC.new_empty(num_tokens, num_heads, _LATENT)
+    is_fp8 = cache_RX.dtype == FP8_DTYPE
+    rows: dict[str, Any]
+    if is_fp8:
+        rows = {"fp8_rows": cache_RX.data_ptr(), "fp8_row_bytes": cache_RX.stride(0)}
+    else:
+        rows = {"rows": swizzled_boxes(cache_RX, _TILE)}
     arguments = WindowArguments(
-        rows=swizzled_boxes(cache_RX, _TILE),
+        **rows,
         q=q_THC.data_ptr(),
         q_pe=q_pe_THP.data_ptr(),
         out=o_THC.data_ptr(),
@@ -151,21 +162,23 @@ def attend_windows(
         target_pieces=target_pieces,
         page_size=segments.page_size,
     )
-    definitions = window_definitions(tile_rows)
+    definitions = window_definitions(tile_rows, is_fp8=is_fp8)
     kernel = nvrtc.load_kernel(_SOURCE, "attend_windows", q_THC.device, tuple(definitions.items()))
     grid = (num_pieces * num_row_tiles, 1, 1)
-    kernel.launch(grid, _NUM_THREADS, arguments, definitions["SHARED_BYTES"])
+    num_threads = _NUM_FP8_THREADS if is_fp8 else _NUM_THREADS
+    kernel.launch(grid, num_threads, arguments, definitions["SHARED_BYTES"])
     sum_pieces(scratch, o_THC, segments, layout)
     return o_THC
 
 
-def window_definitions(tile_rows: int) -> dict[str, int]:
+def window_definitions(tile_rows: int, *, is_fp8: bool) -> dict[str, int]:
     """What `window.cu` is compiled with, for `tile_rows` query rows of a thread block."""
     query_bytes = tile_rows * (_LATENT + _PE) * 2
     share_bytes = tile_rows * _TILE * 2
     row_bytes = tile_rows * (4 + 1) * 4  # a number of each warp's, and one of all
     return {
         "ROWS": tile_rows,
+        "IS_FP8": int(is_fp8),
         "SHARED_BYTES": _NUM_STAGES * _TILE_BYTES
         + query_bytes
         + share_bytes

@@ -147,3 +147,36 @@ __device__ __forceinline__ bfloat16 round_to_bfloat16(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
+
+// 16 bytes that nobody reads again.
+__device__ __forceinline__ uint4 load_once(const unsigned char *address) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address));
+    return x;
+}
+
+// Four values of E4M3 as bfloat16, exact.
+__device__ __forceinline__ uint2 widen(unsigned four) {
+    uint2 pairs;
+    asm("{\n"
+        ".reg .b16 low, high, a, b;\n"
+        ".reg .b32 two;\n"
+        ".reg .f32 x, y;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 two, low;\n"
+        "mov.b32 {a, b}, two;\n"
+        "cvt.f32.f16 x, a;\n"
+        "cvt.f32.f16 y, b;\n"
+        "cvt.rn.bf16x2.f32 %0, y, x;\n"
+        "cvt.rn.f16x2.e4m3x2 two, high;\n"
+        "mov.b32 {a, b}, two;\n"
+        "cvt.f32.f16 x, a;\n"
+        "cvt.f32.f16 y, b;\n"
+        "cvt.rn.bf16x2.f32 %1, y, x;\n"
+        "}"
+        : "=r"(pairs.x), "=r"(pairs.y)
+        : "r"(four));
+    return pairs;
+}

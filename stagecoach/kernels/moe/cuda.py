@@ -16,6 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.dependent_launch import launch_options
 from stagecoach.kernels.linear import cuda as linear
+from stagecoach.kernels.linear.blocks import whole_blocks
+from stagecoach.kernels.moe.mxfp4_cuda import PackedExperts
+from stagecoach.kernels.moe.mxfp4_cuda import routed_experts as packed_experts
 from stagecoach.kernels.moe.pair_kernel import (
     pair_down_kernel,
     pair_down_whole_kernel,
@@ -24,8 +27,13 @@ from stagecoach.kernels.moe.pair_kernel import (
 from stagecoach.kernels.moe.route_kernel import route_kernel
 from stagecoach.kernels.moe.routing import Router, Routing
 from stagecoach.kernels.moe.shared import SharedExpert
-from stagecoach.kernels.moe.sort_kernel import count_pairs_kernel, sort_pairs_kernel
-from stagecoach.kernels.moe.tile_kernel import combine_kernel, down_kernel, gate_up_kernel
+from stagecoach.kernels.moe.sorted_pairs import (
+    SortedPairs,
+    activation_arguments,
+    combine,
+    sort_pairs,
+)
+from stagecoach.kernels.moe.tile_kernel import down_kernel, gate_up_kernel
 from stagecoach.kernels.moe.tiles import (
     MOST_FEW_PAIRS,
     MOST_PAIR_INPUTS,
@@ -34,16 +42,12 @@ from stagecoach.kernels.moe.tiles import (
     ProductTiles,
     SortedTiles,
     WholeCut,
-    most_tiles,
     pair_tiles,
     sorted_tiles,
 )
+from stagecoach.kernels.quantization import ExpertWeight, Mxfp4Weight
 
 _MOST_EXPERTS = 2048  # keys of the choice have so much room for an expert's number
-_MOST_TOKENS = 65_535  # bound of the grid's second axis
-# To this many pairs each program counts all experts' pairs by itself.
-_MOST_COUNTED_PAIRS = 4096
-_COMBINE_BLOCK = 1024
 
 
 def choose_experts(
@@ -118,12 +122,17 @@ def routed_experts(
     x_TL: Tensor,
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    gate_up_E2IL: Tensor,
-    down_ELI: Tensor,
+    gate_up_E2IL: ExpertWeight,
+    down_ELI: ExpertWeight,
     activation: Activation,
     shared: SharedExpert | None = None,
 ) -> Tensor:
     """The weighted sum of the experts' outputs plus the shared one's, [T, L] in `x_TL.dtype`."""
+    if isinstance(gate_up_E2IL, Mxfp4Weight) and isinstance(down_ELI, Mxfp4Weight):
+        assert shared is None, "packed experts run by themselves"
+        packed = PackedExperts(gate_up_E2IL, down_ELI, activation)
+        return packed_experts(x_TL, weights_TK, expert_ids_TK, packed)
+    assert isinstance(gate_up_E2IL, Tensor) and isinstance(down_ELI, Tensor), "both are packed"
     experts = Experts(gate_up_E2IL, down_ELI, activation)
     num_pairs = expert_ids_TK.numel()
     if not num_pairs:
@@ -158,13 +167,7 @@ class Experts(NamedTuple):
 
     @property
     def activation_arguments(self) -> dict[str, Any]:
-        kind, beta, linear_beta = self.activation
-        return {
-            "beta": beta,
-            "linear_beta": 1.0 if linear_beta is None else linear_beta,
-            "IS_SITU": kind == "situ",
-            "IS_BOUND": linear_beta is not None,
-        }
+        return activation_arguments(self.activation)
 
 
 def by_pairs(
@@ -179,7 +182,8 @@ def by_pairs(
     experts.check(x_TL)
     if shared is not None:
         assert shared.width == experts.width, (shared.width, experts.width)
-        assert shared.gate_up_2JL.is_contiguous() and shared.down_LJ.is_contiguous()
+        for weight in shared:
+            assert isinstance(weight, Tensor) and weight.is_contiguous(), "plain rows in one piece"
     product_PI = pair_gate_up(x_TL, ids_TK, experts, shared, tiles.gate_up)
     return pair_down(product_PI, weights_TK, ids_TK, experts, shared, tiles.down)
 
@@ -192,7 +196,7 @@ def pair_gate_up(
     num_inputs, width = x_TL.shape[1], experts.width
     num_shared = 0 if shared is None else 1
     product_PI = x_TL.new_empty((num_tokens * (num_chosen + num_shared), width))
-    block_inputs, block_rest = linear.whole_blocks(num_inputs)
+    block_inputs, block_rest = whole_blocks(num_inputs)
     pair_gate_up_kernel[(len(product_PI), -(-width // cut.block_outputs))](
         x_TL,
         experts.gate_up_E2IL,
@@ -265,47 +269,6 @@ def pair_down(
     return out_TL
 
 
-class SortedPairs(NamedTuple):
-    """Pairs in order of their experts, and their tiles; what is past an end holds anything."""
-
-    pairs_P: Tensor  # int32, t * K + k
-    offsets_E1: Tensor  # int32 [E + 1], where each expert's pairs begin
-    tile_experts_M: Tensor  # int32
-    tile_rows_M: Tensor  # int32, first place of each tile in `pairs_P`
-    num_tiles_1: Tensor  # int32
-
-
-def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
-    """Sort pairs by expert, leaving out those with id -1."""
-    num_pairs = ids_TK.numel()
-
-    def empty(size: int) -> Tensor:
-        return ids_TK.new_empty(size, dtype=torch.int32)
-
-    num_tiles = most_tiles(num_pairs, num_experts, block_m)
-    sorted_pairs = SortedPairs(
-        empty(num_pairs), empty(num_experts + 1), empty(num_tiles), empty(num_tiles), empty(1)
-    )
-    counts_E = None
-    if num_pairs > _MOST_COUNTED_PAIRS:
-        counts_E = empty(num_experts)
-        count_pairs_kernel[(num_experts,)](ids_TK, counts_E, num_pairs, BLOCK_P=8192, num_warps=16)
-    sort_pairs_kernel[(num_experts,)](
-        ids_TK,
-        counts_E,
-        *sorted_pairs,
-        num_pairs,
-        num_experts,
-        block_m,
-        HAS_COUNTS=counts_E is not None,
-        BLOCK_P=min(8192, max(64, triton.next_power_of_2(num_pairs))),
-        BLOCK_E=max(64, triton.next_power_of_2(num_experts + 1)),
-        num_warps=4 if counts_E is None else 16,
-        **launch_options(ids_TK),
-    )
-    return sorted_pairs
-
-
 def by_tiles(
     x_TL: Tensor,
     weights_TK: Tensor,
@@ -364,29 +327,6 @@ def down(product_PI: Tensor, order: SortedPairs, experts: Experts, tiles: Sorted
         **cut,
     )
     return out_PL
-
-
-def combine(out_PL: Tensor, weights_TK: Tensor, ids_TK: Tensor, addend_TL: Tensor | None) -> Tensor:
-    """The weighted sum over K plus the addend, [T, L]; zeros for tokens without experts."""
-    num_tokens, num_chosen = ids_TK.shape
-    assert num_tokens <= _MOST_TOKENS, f"{num_tokens} tokens"
-    num_outputs = out_PL.shape[1]
-    out_TL = out_PL.new_empty((num_tokens, num_outputs))
-    combine_kernel[(-(-num_outputs // _COMBINE_BLOCK), num_tokens)](
-        out_PL,
-        weights_TK,
-        ids_TK,
-        addend_TL,
-        out_TL,
-        num_outputs,
-        0 if addend_TL is None else addend_TL.stride(0),
-        NUM_CHOSEN=num_chosen,
-        HAS_ADDEND=addend_TL is not None,
-        BLOCK=_COMBINE_BLOCK,
-        num_warps=4,
-        **launch_options(out_PL),
-    )
-    return out_TL
 
 
 def _product(

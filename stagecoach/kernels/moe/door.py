@@ -14,6 +14,7 @@ from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.moe import reference
 from stagecoach.kernels.moe.routing import Router, Routing
 from stagecoach.kernels.moe.shared import SharedExpert
+from stagecoach.kernels.quantization import ExpertWeight
 
 
 def choose_experts(
@@ -40,19 +41,29 @@ def routed_experts(
     x_TL: Tensor,
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    gate_up_E2IL: Tensor,
-    down_ELI: Tensor,
+    gate_up_E2IL: ExpertWeight,
+    down_ELI: ExpertWeight,
     activation: Activation,
     shared: SharedExpert | None = None,
 ) -> Tensor:
-    """`reference.routed_experts` plus what a shared expert makes: [T, L] in `x_TL.dtype`."""
+    """`reference.routed_experts` plus what a shared expert makes: [T, L] in `x_TL.dtype`.
+
+    Both matrices are plain or both are packed; the shared expert's may be Fp8Weights.
+    """
     if x_TL.is_cuda:
         from stagecoach.kernels.moe import cuda
 
-        return cuda.routed_experts(
-            x_TL, weights_TK, expert_ids_TK, gate_up_E2IL, down_ELI, activation, shared
+        # Kernels take the shared expert along only where all matrices are alike.
+        along = shared if shared is not None and _are_plain(gate_up_E2IL, *shared) else None
+        out_TL = cuda.routed_experts(
+            x_TL, weights_TK, expert_ids_TK, gate_up_E2IL, down_ELI, activation, along
         )
+        return out_TL if shared is None or along else out_TL + shared(x_TL, activation)
     out_TL = reference.routed_experts(
         x_TL, weights_TK, expert_ids_TK, gate_up_E2IL, down_ELI, activation
     )
     return out_TL if shared is None else out_TL + shared(x_TL, activation)
+
+
+def _are_plain(*weights: object) -> bool:
+    return all(isinstance(weight, Tensor) for weight in weights)

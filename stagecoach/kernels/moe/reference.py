@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.precision import accumulate_dtype
+from stagecoach.kernels.quantization import ExpertWeight, Mxfp4Weight, unpack_mxfp4
 
 
 def route(
@@ -73,8 +74,8 @@ def routed_experts(
     x_TL: Tensor,
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    gate_up_E2IL: Tensor,
-    down_ELI: Tensor,
+    gate_up_E2IL: ExpertWeight,
+    down_ELI: ExpertWeight,
     activation: Activation | Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """y_t = Σ_k weights[t, k] · down_e(activation(gate_e x_t, up_e x_t)), e = expert_ids[t, k].
@@ -83,8 +84,9 @@ def routed_experts(
         x_TL: [T, L], any floating type.
         weights_TK: [T, K] in the accumulate type.
         expert_ids_TK: int64 [T, K], different within a row.
-        gate_up_E2IL: [E, 2I, L] in `x_TL.dtype`, gate rows first, then up rows.
-        down_ELI: [E, L, I] in `x_TL.dtype`.
+        gate_up_E2IL: [E, 2I, L] in `x_TL.dtype`, gate rows first, then up rows; or packed, of
+            which the experts in use are decoded to that type.
+        down_ELI: [E, L, I], likewise.
         activation: (gate, up) -> product, elementwise on the last dim.
 
     Returns:
@@ -105,16 +107,25 @@ def routed_experts(
         x_PL = x_TL.index_select(0, order_P // num_chosen)
     gate_up_P2I = x_TL.new_empty(num_pairs, gate_up_E2IL.shape[1])
     for start, end, expert in spans:
-        torch.mm(x_PL[start:end], gate_up_E2IL[expert].t(), out=gate_up_P2I[start:end])
+        weight_2IL = _expert(gate_up_E2IL, expert, x_TL.dtype)
+        torch.mm(x_PL[start:end], weight_2IL.t(), out=gate_up_P2I[start:end])
     gate_PI, up_PI = gate_up_P2I.chunk(2, dim=1)
     product_PI = activation(gate_PI, up_PI)
     out_PL = x_TL.new_empty(num_pairs, down_ELI.shape[1])
     for start, end, expert in spans:
-        torch.mm(product_PI[start:end], down_ELI[expert].t(), out=out_PL[start:end])
+        weight_LI = _expert(down_ELI, expert, x_TL.dtype)
+        torch.mm(product_PI[start:end], weight_LI.t(), out=out_PL[start:end])
     if order_P is not None:
         out_PL = torch.empty_like(out_PL).index_copy_(0, order_P, out_PL)
     out_TKL = out_PL.view(num_tokens, num_chosen, down_ELI.shape[1]).to(weights_TK.dtype)
     return torch.bmm(weights_TK.unsqueeze(1), out_TKL).squeeze(1).to(x_TL.dtype)
+
+
+def _expert(weight_EOI: ExpertWeight, expert: int, dtype: torch.dtype) -> Tensor:
+    """[O, I] of one expert."""
+    if isinstance(weight_EOI, Mxfp4Weight):
+        return unpack_mxfp4(weight_EOI.part(expert), dtype)
+    return weight_EOI[expert]
 
 
 def _spans(sorted_ids_P: Tensor, num_experts: int) -> list[tuple[int, int, int]]:

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.linear import linear
+from stagecoach.kernels.quantization import LinearWeight
 
 
 class SharedExpert(NamedTuple):
     """An expert of weight 1 on the input of the routed ones."""
 
-    gate_up_2JL: Tensor  # gate rows first, then up rows
-    down_LJ: Tensor
+    gate_up_2JL: LinearWeight  # gate rows first, then up rows
+    down_LJ: LinearWeight
 
     @property
     def width(self) -> int:

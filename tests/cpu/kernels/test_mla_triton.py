@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stagecoach.kernels.block_attention import reference as block_reference
 from stagecoach.kernels.mla import reference
+from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import BlockInputs, BlockRun, PackedBlocks, RowLayout
 from tests.packed_group import GroupPair, make_packed_group
 
@@ -19,14 +20,23 @@ if torch.cuda.is_available():
     pytest.skip("interpreted only where there is no GPU", allow_module_level=True)
 
 from stagecoach.kernels.block_attention import cuda as block_cuda
+from stagecoach.kernels.cache_rows import cuda as cache_rows_cuda
+from stagecoach.kernels.cache_rows import store_rows
 from stagecoach.kernels.mla import cuda
-from stagecoach.kernels.mla.split_cuda import SplitTile, query_tile
+from stagecoach.kernels.mla.split_cuda import (
+    Segments,
+    SplitTile,
+    fits_descriptors,
+    query_tile,
+)
 
 NUM_HEADS, LATENT, PE, NOPE, VALUE = 3, 20, 6, 10, 8
 PAGE_SIZE, SCALE = 8, 0.3
 _close = {"rtol": 1e-5, "atol": 2e-6}
 
 TILE = SplitTile(16, 16, 4, 1)
+LATENT_ROWS = RowLayout(1, LATENT, PE, LATENT, has_own_values=False)
+GROUPED_ROWS = RowLayout(2, 12, 0, 12, has_own_values=True)
 
 
 class Step:
@@ -86,6 +96,31 @@ def test_windows(lengths: list[int], starts: list[int]) -> None:
     queries = step.draw(NUM_HEADS, LATENT), step.draw(NUM_HEADS, PE)
     o_THC = step.decode(*queries, TILE)
     torch.testing.assert_close(o_THC, step.expected(*queries), **_close)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_rows_of_e4m3() -> None:
+    """Windows with a draft that is no number, and chunks."""
+    step = Step([4, 1, 20], [14, 300, 3])
+    queries = step.draw(NUM_HEADS, LATENT), step.draw(NUM_HEADS, PE)
+    step.cache_RD = step.cache_RD.to(FP8_DTYPE)
+    torch.testing.assert_close(step.decode(*queries, TILE), step.expected(*queries), **_close)
+    q_THD = step.draw(NUM_HEADS, NOPE + PE)
+    kv_up_OC = torch.randn(NUM_HEADS * (NOPE + VALUE), LATENT) / LATENT**0.5
+    real = slice(0, step.num_real)
+    o_THV = cuda.mla_prefill(
+        q_THD,
+        step.cache_RD,
+        kv_up_OC,
+        step.pair.packed,
+        SCALE,
+        None,
+        tile=cuda.PrefillTile(16, 16, 4, 1),
+    )
+    expected = reference.mla_prefill(
+        q_THD[real], step.cache_RD, kv_up_OC, step.pair.segments, SCALE
+    )
+    torch.testing.assert_close(o_THV[real], expected, **_close)
 
 
 def test_tiles_that_do_not_fit_a_page() -> None:
@@ -171,25 +206,67 @@ def test_rows_of_nobody_are_not_written() -> None:
     assert (cache_RD[[0, 1, 3, 4, 6, 8]] == 3).all()
 
 
+def test_rows_are_written_as_e4m3() -> None:
+    """By both writers. The second part has values of E4M3: the interpreter rounds some wrongly."""
+    parts = torch.randn(5, LATENT) * 0.3, torch.randn(5, PE).to(FP8_DTYPE).float()
+    rows_T = torch.tensor([7, 2, 5, -1, -1], dtype=torch.int32)
+    cache_RD = torch.full((9, LATENT + PE), 3.0).to(FP8_DTYPE)
+    expected = cache_RD.clone()
+    real = tuple(part[:3] for part in parts)
+    reference.write_rows(expected, *real, torch.ones(LATENT), 1e-5, rows_T[:3].long())
+    cuda.write_rows(cache_RD, *parts, torch.ones(LATENT), 1e-5, rows_T)
+    is_same_RD = cache_RD.float() == expected.float()
+    assert is_same_RD[:, LATENT:].all() and is_same_RD.float().mean() > 0.9
+    assert (cache_RD[[0, 1, 3, 4, 6, 8]].float() == 3).all()
+    rows_TYD = torch.randn(5, 2, 20).to(FP8_DTYPE).float()
+    cache_YRD = torch.full((2, 9, 20), 3.0).to(FP8_DTYPE)
+    stored_YRD = cache_YRD.clone()
+    store_rows(rows_TYD, cache_YRD, rows_T)
+    cache_rows_cuda.store_rows(rows_TYD, stored_YRD, rows_T)
+    assert torch.equal(stored_YRD.float(), cache_YRD.float())
+
+
+@pytest.mark.parametrize(
+    ("widths", "value_bytes", "page_size", "fits"),
+    [
+        ((512, 64), 2, 64, True),
+        ((512, 64), 1, 64, True),
+        ((64, 16), 2, 128, True),
+        ((64, 16), 1, 128, False),  # 16 bytes of a row
+        ((32, 8), 4, 64, False),
+        ((512, 64), 1, 32, False),  # a tile over two pages
+        ((512, 48), 2, 64, False),
+    ],
+)
+def test_which_tiles_the_copy_engine_brings(
+    widths: tuple[int, int], value_bytes: int, page_size: int, *, fits: bool
+) -> None:
+    nothing = torch.empty(0)
+    segments = Segments(1, 1, 1, page_size, *[nothing] * 5, page_size)
+    layout = RowLayout(1, *widths, widths[0], has_own_values=False)
+    assert fits_descriptors(segments, layout, SplitTile(16, 64, 8, 3), value_bytes) == fits
+
+
 def test_query_rows_are_padded_to_the_tile() -> None:
     assert [query_tile(rows) for rows in (1, 12, 16, 24, 33, 96)] == [16, 16, 16, 32, 64, 64]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "is_causal", "dtype"),
     [
-        RowLayout(1, LATENT, PE, LATENT, has_own_values=False),
-        RowLayout(2, 12, 0, 12, has_own_values=True),
+        (LATENT_ROWS, False, torch.float32),
+        (LATENT_ROWS, True, FP8_DTYPE),
+        (GROUPED_ROWS, False, FP8_DTYPE),
+        (GROUPED_ROWS, True, torch.float32),
     ],
-    ids=["latent", "grouped"],
 )
-def test_blocks(layout: RowLayout, *, is_causal: bool) -> None:
+def test_blocks(layout: RowLayout, dtype: torch.dtype, *, is_causal: bool) -> None:
     """Contexts of none, one tile and several pieces; the block behind them is nobody's."""
     starts, num_tokens, num_heads = [5, 0, 150, 16], 7, 4
     own_width = layout.value_width if layout.has_own_values else 0
     width = layout.num_groups * (layout.key_width + layout.second_width + own_width)
     contexts = Step([1] * len(starts), [max(start - 1, 0) for start in starts], width)
+    contexts.cache_RD = contexts.cache_RD.to(dtype)
     packed = contexts.pair.packed
     num_real = len(starts)
     blocks = PackedBlocks(

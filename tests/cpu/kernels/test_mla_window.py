@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from stagecoach.kernels import nvrtc
 from stagecoach.kernels.mla import reference, window_cuda
 from stagecoach.kernels.mla.window_cuda import WindowArguments, query_tile, window_definitions
+from stagecoach.kernels.quantization import FP8_DTYPE
 from tests.packed_group import make_packed_group
 
 _SOURCE = Path(window_cuda.__file__).with_name("window.cu")
@@ -32,11 +34,17 @@ extern "C" void launch_windows(const Arguments *given, int num_blocks) {
 """
 
 
-@pytest.fixture(scope="module", params=[32, 64])
-def on_host(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, ctypes.CDLL]:
-    """Query rows of a block, and the kernel with them."""
+class OnHost(NamedTuple):
+    """The kernel with so many query rows a block, over a cache of E4M3 or of bfloat16."""
+
+    rows: int
+    is_fp8: bool
+    library: ctypes.CDLL
+
+
+@pytest.fixture(scope="module", params=[(32, False), (64, False), (32, True)])
+def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnHost:
+    rows, is_fp8 = request.param
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -45,13 +53,14 @@ def on_host(
     source, library = folder / "window.cpp", folder / "window.so"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    definitions = [f"-D{name}={value}" for name, value in window_definitions(request.param).items()]
+    values = window_definitions(rows, is_fp8=is_fp8)
+    definitions = [f"-D{name}={value}" for name, value in values.items()]
     subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
-    return request.param, ctypes.CDLL(str(library))
+    return OnHost(rows, is_fp8, ctypes.CDLL(str(library)))
 
 
 def _attend(
-    on_host: tuple[int, ctypes.CDLL],
+    on_host: OnHost,
     num_heads: int,
     lengths: list[int],
     starts: list[int],
@@ -63,7 +72,7 @@ def _attend(
 
     Latents are NaN wherever nothing may be read and at position `spoilt[1]` of one segment.
     """
-    tile_rows, library = on_host
+    tile_rows, is_fp8, library = on_host
     torch.manual_seed(0)
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     counts = [-(-end // page_size) for end in ends]
@@ -85,6 +94,11 @@ def _attend(
         cache_RD[rows_L[:end]] = torch.randn(end, _LATENT + _PE).bfloat16()
     if spoilt is not None:
         cache_RD[rows_BL[spoilt], :_LATENT] = float("nan")
+    if is_fp8:
+        cache_RD = cache_RD.to(FP8_DTYPE)
+        rows = {"fp8_rows": cache_RD.data_ptr(), "fp8_row_bytes": cache_RD.stride(0)}
+    else:
+        rows = {"rows": (cache_RD.data_ptr(), cache_RD.stride(0) * 2)}
     num_real = sum(lengths)
     q_THC = torch.randn(group.num_tokens, num_heads, _LATENT).bfloat16()
     q_THP = torch.randn(group.num_tokens, num_heads, 2 * _PE).bfloat16()[..., _PE:]
@@ -98,7 +112,7 @@ def _attend(
     pieces_S2 = torch.zeros(group.num_segments, 2, dtype=torch.int32)
     o_THC = torch.full_like(q_THC, 7.0)
     arguments = WindowArguments(
-        rows=(cache_RD.data_ptr(), cache_RD.stride(0) * 2),
+        **rows,
         q=q_THC.data_ptr(),
         q_pe=q_THP.data_ptr(),
         out=o_THC.data_ptr(),
@@ -150,17 +164,17 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).norm() < 4e-3 * expected.norm()
 
 
-def test_ragged_windows(on_host: tuple[int, ctypes.CDLL]) -> None:
+def test_ragged_windows(on_host: OnHost) -> None:
     """Contexts of one row, of one piece, of several; rows that fill no tile, and several."""
     _assert_close(*_attend(on_host, 24, [1, 2, 1], [0, 64, 500], 4))
 
 
-def test_pages_of_several_tiles(on_host: tuple[int, ctypes.CDLL]) -> None:
+def test_pages_of_several_tiles(on_host: OnHost) -> None:
     _assert_close(*_attend(on_host, 32, [1, 1], [200, 63], 3, page_size=128))
 
 
 def test_a_draft_that_is_not_finite_reaches_no_token_before_it(
-    on_host: tuple[int, ctypes.CDLL],
+    on_host: OnHost,
 ) -> None:
     found_THC, expected_THC = _attend(on_host, 5, [8, 3], [63, 130], 3, spoilt=(0, 66))
     sees = torch.tensor([position >= 66 for position in range(63, 71)] + [False] * 3)
@@ -174,11 +188,14 @@ def test_query_rows_of_a_block_are_as_few_as_can_be() -> None:
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
-@pytest.mark.parametrize("rows", [32, 48, 64])
-def test_compiles_for_hopper(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "is_fp8"), [(32, False), (48, False), (64, False), (32, True), (64, True)]
+)
+def test_compiles_for_hopper(rows: int, tmp_path: Path, *, is_fp8: bool) -> None:
     """Products by warpgroups, none waiting for the one before; no register in local memory."""
     cubin = tmp_path / "window.cubin"
-    cubin.write_bytes(nvrtc.compile_cubin(_SOURCE, "sm_90a", window_definitions(rows)))
+    definitions = window_definitions(rows, is_fp8=is_fp8)
+    cubin.write_bytes(nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions))
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -192,7 +209,7 @@ def test_compiles_for_hopper(rows: int, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
 def test_too_little_shared_memory_is_an_error() -> None:
-    definitions = window_definitions(32)
+    definitions = window_definitions(32, is_fp8=False)
     definitions["SHARED_BYTES"] -= 64
     with pytest.raises(nvrtc.CudaCompileError, match="the host reserves less"):
         nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions)

@@ -22,9 +22,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from stagecoach.config import ResolvedConfig
-from stagecoach.kernels import dependent_launch
+from stagecoach.kernels import dependent_launch, nvrtc
 from stagecoach.model.weight_slots import WeightKind, WeightScope
-from stagecoach.model.weight_upload import WeightUpload
 from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology
 from stagecoach.runner import kernel_forms
@@ -67,6 +66,24 @@ def product(
     return xy if out_dtype is None else xy.to(out_dtype)
 
 
+def scaled_product(
+    x: Tensor, y: Tensor, *, out_dtype: torch.dtype, **_: Tensor | bool | None
+) -> Tensor:
+    """Of E4M3, which a CPU has no product of; of the right shape."""
+    return x.new_empty((x.shape[0], y.shape[1]), dtype=out_dtype)
+
+
+class CudaKernel:
+    """One of CUDA C++."""
+
+    def __init__(self, source: Path, name: str, device: object, definitions: object) -> None:
+        self._name = name
+        self._key = f"{source.name} {definitions}"
+
+    def launch(self, *_: object) -> None:
+        met[self._name].add(self._key)
+
+
 def row_major(weights: WeightScope, *shape: int, kind: WeightKind = WeightKind.MATRIX) -> Tensor:
     """As on a GPU, where the drafter's head is no wider than the rest."""
     if kind is WeightKind.DRAFT_HEAD:
@@ -85,15 +102,20 @@ def pretend() -> None:
         setattr(torch.cuda, name, stand_in)
     JITFunction.run = record
     torch.mm = product
+    torch._scaled_mm = scaled_product
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    nvrtc.is_available = lambda: True
+    nvrtc.load_kernel = CudaKernel
     WeightScope.matrix = row_major
-    WeightUpload.copy = lambda upload, target, source: target.copy_(source)
     dependent_launch.is_enabled = False
     torch.Tensor.is_cuda = property(lambda tensor: True)
     for module, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         setattr(module, name, zeroed(getattr(module, name)))
 
 
-def runner_of(folder: Path, dtype: str) -> tuple[ResolvedConfig, StageRunner]:
+def runner_of(
+    folder: Path, dtype: str, *, is_quantised: bool = False
+) -> tuple[ResolvedConfig, StageRunner]:
     stand_ins.SHAPE = SHAPE
     config = stand_ins.config_of(
         stand_ins.checkpoint(folder, "kimi_k3"),
@@ -108,6 +130,17 @@ def runner_of(folder: Path, dtype: str) -> tuple[ResolvedConfig, StageRunner]:
         max_num_seqs=18,
         enforce_eager=True,
     )
+    if is_quantised:
+        assert engine.speculative_config is not None
+        engine = dataclasses.replace(
+            engine,
+            mxfp4_experts="packed",
+            online_quantization="ptpc_fp8",
+            kv_cache_dtype="fp8",
+            speculative_config=dataclasses.replace(
+                engine.speculative_config, online_quantization="follow", kv_cache_dtype="fp8"
+            ),
+        )
     config = dataclasses.replace(config, engine=engine, dtype=dtype)
     topology = Topology.of(config.engine)
     [worker] = topology.workers
@@ -150,10 +183,11 @@ def served(config: ResolvedConfig) -> Iterator[StepPlan]:
         yield msgspec.structs.replace(plan, segments=tuple(segments))
 
 
-def main(dtype: str, has_graphs: bool) -> None:
+def main(dtype: str, *, has_graphs: bool, is_quantised: bool) -> None:
     """With graphs, windows alone are captured, and only steps with chunks are served here."""
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        config, runner = runner_of(Path(folder), dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        config, runner = runner_of(Path(folder), dtype, is_quantised=is_quantised)
+    with torch.inference_mode():
         assert runner._pass is not None
         steps = runner._device_steps(runner._pass)
         shapes = shapes_of(config, runner._stage, runner._dtype)
@@ -172,4 +206,8 @@ def main(dtype: str, has_graphs: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "graphs")
+    main(
+        sys.argv[1],
+        has_graphs=sys.argv[2] == "graphs",
+        is_quantised=sys.argv[3:] == ["quantised"],
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stagecoach.cache.memory_moves import MemoryMoves, PageCopy, Transfer
 from stagecoach.cache.memory_plan import MemoryPlan
+from stagecoach.kernels.quantization import FP8_DTYPE, movable
 from stagecoach.runner.device_memory import DeviceMemory
 from stagecoach.runner.memory_moves import moves_pages
 from stagecoach.schedule.step_plan import StepPlan
@@ -75,7 +76,8 @@ class Labels:
             for tensor in tensors:
                 values = torch.tensor(labels, dtype=tensor.dtype)
                 shape = (*values.shape, *(1,) * (tensor.dim() - values.dim()))
-                assert torch.equal(tensor, values.view(shape).expand_as(tensor))
+                expected = values.view(shape).expand_as(tensor)
+                assert torch.equal(movable(tensor), movable(expected))
 
     def _tensors(self, memory: DeviceMemory) -> list[tuple[list[Tensor], Sequence[object]]]:
         device, host = memory.stage_memory, memory.host_memory
@@ -94,6 +96,35 @@ def memory() -> DeviceMemory:
     memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
     assert memory.stage_memory.draft_rows_YRD is not None
     return memory
+
+
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+
+
+def test_rows_of_one_byte_move_like_others() -> None:
+    """All moves at once; every page row holds another E4M3 value."""
+    config = speculating(resolved(kv_cache_dtype="fp8", debug_poison=True))
+    memory = DeviceMemory(config, stage_of(config, 0), torch.float32, PLAN)
+    rows_RD = next(rows for rows in pages_of(memory.stage_memory) if rows.dtype == FP8_DTYPE)
+    # Free pages are poisoned, the null page is not.
+    assert rows_RD[1:].float().isnan().all() and not rows_RD[0].float().any()
+    draft_RD = pages_of(memory.stage_memory)[-1]
+    assert draft_RD.dtype == torch.float32, "the draft's rows do not follow"
+    labels = Labels(
+        pages=[E4M3[1 + 4 * page : 5 + 4 * page] for page in range(PLAN.num_pages)],
+        host_pages=[E4M3[60 + 4 * page : 64 + 4 * page] for page in range(PLAN.num_host_pages)],
+    )
+    moves = MemoryMoves(
+        store_pages=(Transfer(5, 1), Transfer(2, 0)),
+        load_pages=(Transfer(1, 2),),
+        copies=(PageCopy(2, 4, 3),),
+    )
+    labels.write(memory)
+    memory.prepare(StepPlan(step=0, segments=(), moves=moves))
+    labels.apply(moves)
+    labels.check(memory)
+    memory.prepare(StepPlan(step=1, segments=(), moves=MemoryMoves(scrub_pages=(3, 6))))
+    assert rows_RD[[3, 6]].float().isnan().all() and not rows_RD[[1, 2, 4, 5]].float().isnan().any()
 
 
 def check_moves(memory: DeviceMemory, moves: MemoryMoves) -> None:

@@ -137,6 +137,9 @@ class FakeDrafter:
     def finish_context(self) -> None:
         """Rows are written at once."""
 
+    def drop_context(self) -> None:
+        """No row is ever due."""
+
     def propose(
         self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:

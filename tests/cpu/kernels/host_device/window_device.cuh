@@ -37,6 +37,9 @@ Place blockIdx;
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(8) float2 {
     float x, y;
 };
@@ -48,7 +51,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int MEMORY_BYTES = 227 * 1024;
-constexpr int WARPS = 12, LANES = 32;
+constexpr int WARPS = 16, LANES = 32;
 alignas(1024) unsigned char memory[MEMORY_BYTES];
 
 std::unique_ptr<std::barrier<>> block_barrier, named_barrier, warp_barriers[WARPS];
@@ -205,6 +208,24 @@ inline bfloat16 round_to_bfloat16(float x) {
     unsigned bits;
     std::memcpy(&bits, &x, sizeof bits);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+inline uint4 load_once(const unsigned char *address) {
+    uint4 x;
+    std::memcpy(&x, address, sizeof x);
+    return x;
+}
+
+inline unsigned widen_one(unsigned code) {
+    int exponent = code >> 3 & 15, digits = code & 7;
+    float size = exponent ? std::ldexp(8 + digits, exponent - 10) : std::ldexp(digits, -9);
+    unsigned bits = (code & 127) == 127 ? 0x7fff : round_to_bfloat16(size);
+    return bits | (code & 128) << 8;
+}
+
+inline uint2 widen(unsigned four) {
+    return {widen_one(four & 255) | widen_one(four >> 8 & 255) << 16,
+            widen_one(four >> 16 & 255) | widen_one(four >> 24) << 16};
 }
 
 // --- A launch, block after block; shared memory begins as NaN.

@@ -1,0 +1,277 @@
+"""Products of packed MXFP4 experts on a GPU: `python -m bench.kernels.mxfp4 ACTION`.
+
+`check` compares both forms with the reference, `time` gives their figures beside the limit and
+those of the same experts in bfloat16, `cuts` those of candidates.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.kernels.compiling import compile_together
+from bench.kernels.moe import (
+    KIMI_K3,
+    KIMI_K3_TP8,
+    SITU,
+    Shape,
+    make_choice,
+    make_experts,
+    poison,
+    time_calls,
+    tokens_of,
+)
+from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
+from stagecoach.kernels.moe import mxfp4_cuda as packed
+from stagecoach.kernels.moe import reference, routed_experts, sorted_pairs
+from stagecoach.kernels.moe.mxfp4_cuda import PackedExperts
+from stagecoach.kernels.moe.mxfp4_tiles import (
+    FEW_PAIRS,
+    FewTiles,
+    Mxfp4ProductTiles,
+    Mxfp4SortedTiles,
+    all_mxfp4_sorted_tiles,
+    few_tiles,
+    mxfp4_sorted_tiles,
+)
+from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
+
+ODD = Shape("odd", 7, 3, 96, 160, SITU)
+# A weight and its share of a scale.
+_BYTES_PER_WEIGHT = 0.5 + 1 / 32
+
+CUTS = [
+    Mxfp4ProductTiles(256, 64, 8, 3),
+    Mxfp4ProductTiles(256, 64, 8, 4),
+    Mxfp4ProductTiles(128, 64, 4, 3),
+    Mxfp4ProductTiles(128, 64, 4, 4),
+    Mxfp4ProductTiles(128, 64, 8, 3),
+    Mxfp4ProductTiles(128, 128, 4, 3),
+    Mxfp4ProductTiles(128, 128, 8, 3),
+    Mxfp4ProductTiles(64, 64, 4, 4),
+]
+_FEW = [FewTiles(is_sorted=is_sorted, most_distinct=64) for is_sorted in (False, True)]
+
+
+def draw(*sizes: int) -> Mxfp4Weight:
+    """Any codes, with scales that make rows of about unit length."""
+    *rows, num_inputs = sizes
+    exponent = 126 - round(math.log2(math.sqrt(num_inputs)))
+    options = {"dtype": torch.uint8, "device": "cuda"}
+    return Mxfp4Weight(
+        torch.randint(256, (*rows, num_inputs // 2), **options),
+        torch.randint(exponent - 3, exponent + 1, (*rows, num_inputs // 32), **options),
+    )
+
+
+def make_packed(shape: Shape) -> PackedExperts:
+    gate_up = draw(shape.num_experts, 2 * shape.width, shape.latent)
+    down = draw(shape.num_experts, shape.latent, shape.width)
+    return PackedExperts(gate_up, down, shape.activation)
+
+
+def expected_output(x: Tensor, weights: Tensor, ids: Tensor, experts: PackedExperts) -> Tensor:
+    """In float32, whatever the type of the activations."""
+    return reference.routed_experts(
+        x.float(),
+        weights,
+        ids.long(),
+        unpack_mxfp4(experts.gate_up_E2IL, torch.float32),
+        unpack_mxfp4(experts.down_ELI, torch.float32),
+        lambda gate, up: experts.activation(gate.contiguous(), up.contiguous()),
+    )
+
+
+def check(report: Report) -> None:
+    for shape, tokens in (
+        (ODD, (1, 3, 8, 40, 150)),
+        (KIMI_K3._replace(num_experts=18), (1, 2, 8, 60)),
+        (KIMI_K3_TP8._replace(num_experts=40), (1, 2, 9, 25, 40, 90, 200, 700)),
+    ):
+        experts = make_packed(shape)
+        for num_tokens in tokens:
+            check_experts(report, shape, experts, num_tokens, torch.bfloat16, 1e-2)
+        for num_tokens in tokens[:2]:
+            check_experts(report, shape, experts, num_tokens, torch.float32, 2e-5)
+    check_scales(report)
+    check_cuts(report)
+    check_replay(report)
+
+
+def check_experts(
+    report: Report,
+    shape: Shape,
+    experts: PackedExperts,
+    num_tokens: int,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    weights_TK, ids_TK = make_choice(shape, num_tokens + 2, num_tokens)
+    x_TL = torch.randn(num_tokens + 2, shape.latent, device="cuda").to(dtype)
+    for tensor, value in ((ids_TK, -1), (weights_TK, 0), (x_TL, math.nan)):
+        tensor[num_tokens:] = value
+    poison()
+    out_TL = routed_experts(x_TL, weights_TK, ids_TK, *experts)
+    real = slice(num_tokens)
+    expected_TL = expected_output(x_TL[real], weights_TK[real], ids_TK[real], experts)
+    error = relative_error(out_TL[real], expected_TL)
+    report.check(f"{shape.name}, {num_tokens} tokens, {dtype}", error, tolerance)
+    rest = (out_TL[num_tokens:] != 0).float().mean().item()
+    report.check(f"{shape.name}, {num_tokens} tokens: nobody's", rest, 0.0)
+
+
+def check_scales(report: Report) -> None:
+    """Every code at scales from 2^-93 to 2^32: the inputs' identity gives the weights back."""
+    scales = torch.tensor([34, 60, 126, 127, 128, 159], dtype=torch.uint8, device="cuda")
+    codes = torch.randint(256, (1, 6, 16), dtype=torch.uint8, device="cuda")
+    experts = PackedExperts(draw(1, 64, 32), Mxfp4Weight(codes, scales.view(1, 6, 1)), SITU)
+    expected_PL = unpack_mxfp4(experts.down_ELI, torch.bfloat16)[0].T
+    product_PI = torch.eye(32, device="cuda").bfloat16()
+    ids_TK = torch.zeros(32, 1, dtype=torch.int32, device="cuda")
+    for tiles in _FEW:
+        order = sorted_pairs.sort_pairs(ids_TK, 1, FEW_PAIRS) if tiles.is_sorted else None
+        out_PL = packed.few_down(product_PI, ids_TK, order, experts, tiles)
+        num_other = (out_PL != expected_PL).float().sum().item()
+        report.check(f"decoded, {tuple(tiles)}", num_other, 0.0)
+    order = sorted_pairs.sort_pairs(ids_TK, 1, 16)
+    ordered_PI = packed.in_operand_order(product_PI)
+    out_PL = packed.down(ordered_PI, order, experts, all_mxfp4_sorted_tiles()[0])
+    report.check("decoded, Triton", (out_PL != expected_PL).float().sum().item(), 0.0)
+
+
+def check_cuts(report: Report) -> None:
+    """Every cut that is timed or chosen."""
+    shape = KIMI_K3_TP8._replace(num_experts=24)
+    experts = make_packed(shape)
+    weights_TK, ids_TK = make_choice(shape, 150, 0)
+    x_TL = torch.randn(150, shape.latent, device="cuda").bfloat16()
+    expected_TL = expected_output(x_TL, weights_TK, ids_TK, experts)
+    inputs = (x_TL, weights_TK, ids_TK, experts)
+    cuts = [*all_mxfp4_sorted_tiles(), *candidates()]
+    calls: list[Callable[[], Tensor]] = [partial(packed.by_tiles, *inputs, cut) for cut in cuts]
+    calls += [partial(packed.by_few, *inputs, few) for few in _FEW]
+    names = [str(tuple(cut)) for cut in (*cuts, *_FEW)]
+    failures = compile_together(calls)
+    for name, call, failure in zip(names, calls, failures, strict=True):
+        if failure:
+            print(f"{name}: {failure}", flush=True)
+        report.check(name, math.inf if failure else relative_error(call(), expected_TL), 1e-2)
+
+
+def candidates() -> list[Mxfp4SortedTiles]:
+    """With tiles of 64 and of 128 pairs."""
+    return [Mxfp4SortedTiles(block_m, cut, cut) for block_m in (64, 128) for cut in CUTS]
+
+
+def check_replay(report: Report) -> None:
+    """Captured products, replayed with other tokens and other experts."""
+    shape = KIMI_K3_TP8._replace(num_experts=64)
+    experts = make_packed(shape)
+    for num_tokens in (1, 8, 80):
+        x_TL = torch.randn(num_tokens, shape.latent, device="cuda").bfloat16()
+        weights_TK, ids_TK = make_choice(shape, num_tokens, 0)
+        run = partial(routed_experts, x_TL, weights_TK, ids_TK, *experts)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out_TL = run()
+        for seed in (1, 2):
+            x_TL.normal_()
+            for tensor, drawn in zip(
+                (weights_TK, ids_TK), make_choice(shape, num_tokens, seed), strict=True
+            ):
+                tensor.copy_(drawn)
+            if seed == 2:
+                ids_TK[num_tokens // 2 :] = -1
+            graph.replay()
+            captured_TL = out_TL.clone()
+            error = (captured_TL - run()).abs().max().item()
+            report.check(f"replay {seed}, {num_tokens} tokens", error, 0.0)
+        graph.reset()
+
+
+def limits(shape: Shape, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[float, float]:
+    """Least microseconds of gate and up, and of down: packed weights in use, or products."""
+    num_tokens = len(inputs[0][0])
+    distinct = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
+    size = shape.latent * shape.width
+    num_products = 2 * num_tokens * shape.num_chosen * size
+    num_bytes = _BYTES_PER_WEIGHT * distinct * size
+    return limit_us(2 * num_bytes, 2 * num_products), limit_us(num_bytes, num_products)
+
+
+def time(report: Report) -> None:
+    for shape in (KIMI_K3_TP8, KIMI_K3):
+        shape = shape._replace(name=shape.name.split(",")[0], num_experts=896)
+        experts = make_packed(shape)
+        plain = make_experts(shape, torch.bfloat16)
+        for num_tokens in (1, 8, 64, 256, 1024, 8192):
+            inputs = tokens_of(shape, num_tokens)
+            counts = (20, 5) if num_tokens <= 256 else (4, 3)
+            times = [
+                graph_time_us([partial(routed_experts, *i, *given) for i in inputs], *counts)
+                for given in (experts, plain)
+            ]
+            name = f"experts, {shape.name}, {num_tokens} tokens"
+            report.time(name, times[0], sum(limits(shape, inputs)))
+            print(f"    bfloat16 {times[1]:.2f} us, {times[1] / times[0]:.2f} times", flush=True)
+            time_parts(report, shape, experts, inputs)
+        del experts, plain
+
+
+def time_parts(
+    report: Report,
+    shape: Shape,
+    experts: PackedExperts,
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+) -> None:
+    """Both products, in the form that the door takes."""
+    num_pairs = inputs[0][2].numel()
+    gate_limit, down_limit = limits(shape, inputs)
+    few = few_tiles(num_pairs, shape.num_experts)
+    tiles = mxfp4_sorted_tiles(num_pairs, shape.num_experts, is_float32=False)
+    block_m = FEW_PAIRS if few else tiles.block_m
+    gates, downs = [], []
+    for x, _, ids in inputs:
+        order = None
+        if few is None or few.is_sorted:
+            order = sorted_pairs.sort_pairs(ids, shape.num_experts, block_m)
+        product = torch.randn(num_pairs, shape.width, device="cuda").bfloat16()
+        if few is not None:
+            gates.append(partial(packed.few_gate_up, x, ids, order, experts, few))
+            downs.append(partial(packed.few_down, product, ids, order, experts, few))
+        elif order is not None:
+            gates.append(partial(packed.gate_up, x, shape.num_chosen, order, experts, tiles))
+            downs.append(partial(packed.down, product, order, experts, tiles))
+    time_calls(report, f"  gate_up {few or tiles.gate_up}"[:60], gates, gate_limit)
+    time_calls(report, f"  down {few or tiles.down}"[:60], downs, down_limit)
+
+
+def time_cuts(report: Report) -> None:
+    """Candidates for many pairs an expert."""
+    shape = KIMI_K3_TP8._replace(num_experts=224)
+    experts = make_packed(shape)
+    for num_tokens, sizes in ((2048, (128, 64)), (512, (64,))):
+        inputs = tokens_of(shape, num_tokens)
+        gate_limit, down_limit = limits(shape, inputs)
+        for block_m in sizes:
+            orders = [sorted_pairs.sort_pairs(i[2], shape.num_experts, block_m) for i in inputs]
+            product = torch.randn(inputs[0][2].numel(), shape.width, device="cuda").bfloat16()
+            for cut in CUTS:
+                tiles = Mxfp4SortedTiles(block_m, cut, cut)
+                name = f"{num_tokens} tokens, tile {block_m} {tuple(cut)}"
+                calls = [
+                    partial(packed.gate_up, i[0], shape.num_chosen, order, experts, tiles)
+                    for i, order in zip(inputs, orders, strict=True)
+                ]
+                time_calls(report, f"gate_up, {name}", calls, gate_limit)
+                calls = [partial(packed.down, product, order, experts, tiles) for order in orders]
+                time_calls(report, f"down, {name}", calls, down_limit)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("mxfp4", __doc__, {"check": check, "time": time, "cuts": time_cuts}))

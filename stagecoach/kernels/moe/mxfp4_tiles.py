@@ -1,0 +1,91 @@
+"""How the experts' products from packed MXFP4 weights are cut on a GPU, by the number of pairs.
+
+Dimensions: E experts, P pairs of a token and an expert.
+"""
+
+from typing import NamedTuple
+
+_NUM_PROCESSORS = 132
+NUM_WARPS = 4  # of a block of `mxfp4.cu`
+CHUNK = 128  # inputs that four threads of `mxfp4.cu` read of a row
+
+
+class Mxfp4ProductTiles(NamedTuple):
+    """One product of Triton's kernels."""
+
+    block_n: int
+    block_k: int  # whole segments of 64
+    num_warps: int
+    num_stages: int
+
+
+class Mxfp4SortedTiles(NamedTuple):
+    """Both products of Triton's kernels over pairs sorted by expert."""
+
+    block_m: int  # pairs of a tile
+    gate_up: Mxfp4ProductTiles
+    down: Mxfp4ProductTiles
+
+
+class FewCut(NamedTuple):
+    """How one product is shared out by `mxfp4.cu`."""
+
+    k_warps: int  # of a block's, that share the inputs of the same rows
+    rows: int  # of outputs, that a block makes at a time
+    blocks_of_rows: int  # that a block makes one after the other
+
+
+class FewTiles(NamedTuple):
+    """Both products by `mxfp4.cu`, whose tiles have up to 8 pairs."""
+
+    is_sorted: bool  # otherwise every pair is a tile
+    most_distinct: int  # experts that may be read
+
+    def cut(self, num_inputs: int, num_outputs: int, num_tiles: int, *, is_gated: bool) -> FewCut:
+        """Few chunks are not worth sharing; few blocks would leave processors without work."""
+        num_chunks = -(-num_inputs // CHUNK)
+        k_warps = 4 if num_chunks >= 16 else 2 if num_chunks >= 8 else 1
+        rows = (16 if is_gated else 32) * NUM_WARPS // k_warps
+        num_blocks = -(-num_outputs // rows) * min(num_tiles, self.most_distinct)
+        blocks_of_rows = max(1, min(8, num_blocks // (_NUM_PROCESSORS * 8)))
+        return FewCut(k_warps, rows, blocks_of_rows)
+
+
+FEW_PAIRS = 8  # of a tile of `mxfp4.cu`
+# Without sorting a pair reads its expert by itself.
+_MOST_UNSORTED_PAIRS = 32
+# Pairs an expert, from which on Triton's form is taken.
+_MOST_FEW_MEAN = 10.0
+# From so many pairs an expert on, the row of the table counts. Two blocks of four warps share a
+# processor, so that one decodes while the other multiplies.
+_BLOCKS = Mxfp4ProductTiles(128, 64, 4, 3)
+_SORTED = (
+    (0.0, Mxfp4SortedTiles(16, Mxfp4ProductTiles(64, 128, 4, 3), Mxfp4ProductTiles(64, 128, 4, 3))),
+    (10.0, Mxfp4SortedTiles(64, _BLOCKS, _BLOCKS)),
+    (48.0, Mxfp4SortedTiles(128, _BLOCKS, _BLOCKS)),
+)
+# Products of float32 run without tensor cores.
+_SORTED_FLOAT32 = Mxfp4SortedTiles(
+    16, Mxfp4ProductTiles(32, 64, 4, 2), Mxfp4ProductTiles(32, 64, 4, 2)
+)
+
+
+def few_tiles(num_pairs: int, num_experts: int) -> FewTiles | None:
+    """The cut for few pairs an expert; None: there are too many."""
+    if num_pairs > max(_MOST_UNSORTED_PAIRS, _MOST_FEW_MEAN * num_experts):
+        return None
+    is_sorted = num_pairs > _MOST_UNSORTED_PAIRS
+    return FewTiles(is_sorted=is_sorted, most_distinct=min(num_pairs, num_experts))
+
+
+def mxfp4_sorted_tiles(num_pairs: int, num_experts: int, *, is_float32: bool) -> Mxfp4SortedTiles:
+    """The cut of Triton's kernels for so many pairs, even if some of them are nobody's."""
+    if is_float32:
+        return _SORTED_FLOAT32
+    mean = num_pairs / num_experts
+    return next(tiles for least, tiles in reversed(_SORTED) if mean >= least)
+
+
+def all_mxfp4_sorted_tiles() -> tuple[Mxfp4SortedTiles, ...]:
+    """Every cut that `mxfp4_sorted_tiles` may choose for bfloat16."""
+    return tuple(tiles for _, tiles in _SORTED)
