@@ -1,26 +1,31 @@
 """The safetensors files of a checkpoint folder: which tensors there are, and parts of them.
 
 Owns the index, the published spellings of a target's names, and the rules by which tensors are
-passed over. Files are memory-mapped; only the asked-for part of a tensor is read. Knows no module.
+passed over. Only the asked-for part of a tensor is read, by as many threads as ask. Knows no
+module.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stagecoach.errors import CheckpointError
 from stagecoach.json_file import read_json_object
+from stagecoach.model.shard_file import ShardFile, StoredExtent, read_names
 
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
 
+_PREDICTION_RULE = "multi-token prediction"
+# Joins the hidden state and the next token's embedding: no decoder layer has it.
+_PREDICTION_MARK = "eh_proj.weight"
 _SKIP_RULES: dict[str, tuple[str, ...]] = {
     "vision": ("vision_tower.", "mm_projector."),
-    "multi-token prediction": ("mtp", "model.mtp"),
+    _PREDICTION_RULE: ("mtp", "model.mtp"),
 }
 TIED_HEAD_RULE = "tied output head"
 
@@ -36,6 +41,7 @@ _SPELLINGS = (
     ),
     ("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias"),
 )
+_OTHER_ENDINGS = tuple(other for other, _ in _SPELLINGS)
 
 
 class StoredTensor(NamedTuple):
@@ -50,16 +56,21 @@ class Naming(NamedTuple):
 
     rename: Callable[[str], str]  # a name in the files -> the one spelling that this engine uses
     skip_rules: Mapping[str, tuple[str, ...]]  # rule -> beginnings of the names it passes over
+    # Beginning of the names of a layer behind the last: passed over if it predicts a further token.
+    extra_layer: str | None = None
 
 
-def target_naming(*, has_tied_head: bool) -> Naming:
+def target_naming(*, has_tied_head: bool, num_layers: int | None = None) -> Naming:
     """Of a target model.
 
     Args:
         has_tied_head: an `lm_head.weight` in the files is passed over.
+        num_layers: of the model. Where the files have one layer more, with the projection that
+            makes it a multi-token prediction, its tensors are passed over.
     """
     tied = {TIED_HEAD_RULE: ("lm_head.weight",)} if has_tied_head else {}
-    return Naming(published_name, _SKIP_RULES | tied)
+    extra_layer = None if num_layers is None else f"model.layers.{num_layers}."
+    return Naming(published_name, _SKIP_RULES | tied, extra_layer)
 
 
 class CheckpointReader:
@@ -81,9 +92,11 @@ class CheckpointReader:
         self.skipped: Counter[str] = Counter()
         self._stored: dict[str, StoredTensor] = {}
         self._indexed: dict[Path, set[str]] = {}
-        self._open_path: Path | None = None
-        self._open_file: Any = None
-        for raw_name, path in _tensor_paths(folder).items():
+        self._files: dict[Path, ShardFile] = {}
+        self._opening = threading.Lock()
+        paths = _tensor_paths(folder)
+        self._skip_rules = _skip_rules(naming, paths)
+        for raw_name, path in paths.items():
             self._indexed.setdefault(path, set()).add(raw_name)
             self._file(raw_name, path)
 
@@ -95,34 +108,55 @@ class CheckpointReader:
     @property
     def summary(self) -> str:
         """One line for the log: how many tensors there are, and how many each rule skipped."""
-        rules = self._naming.skip_rules
+        rules = self._skip_rules
         counts = ", ".join(f"{self.skipped[rule]} {rule}" for rule in rules if self.skipped[rule])
         return f"{self.folder}: {len(self._stored)} tensors; skipped: {counts or 'none'}"
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file of the checkpoint, those that hold nothing but skipped tensors too."""
+        return tuple(sorted(self._indexed))
+
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and safetensors dtype of a tensor ("BF16", "F32", "U8", ...)."""
-        part = self._slice(name)
-        return tuple(part.get_shape()), part.get_dtype()
+        extent = self.extent(name)
+        return extent.shape, extent.dtype
 
-    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor in its stored dtype, one slice a dim."""
-        try:
-            return self._slice(name)[region] if region else self._slice(name)[...]
-        except SafetensorError as error:
-            raise self.error(name, f"cannot be read ({error})") from None
+    def extent(self, name: str) -> StoredExtent:
+        """What the header of its file says of a tensor."""
+        stored = self._stored[name]
+        return self._open(stored).tensors[stored.raw_name]
+
+    def read(self, name: str, region: tuple[slice, ...], into: Tensor | None = None) -> Tensor:
+        """A part of a tensor in its stored dtype, contiguous.
+
+        Args:
+            region: one slice a dim, with start and stop; empty for all of it.
+            into: uint8 host memory for it, as in `ShardFile.read`; None: fresh memory.
+        """
+        stored = self._stored[name]
+        return self._open(stored).read(stored.raw_name, region, into)
+
+    def open_all(self) -> list[ShardFile]:
+        """Every file of the checkpoint, with headers that agree with the index."""
+        return [self._open(StoredTensor(path, min(self._indexed[path]))) for path in self.paths]
 
     def error(self, name: str, text: str) -> CheckpointError:
         """An error that names the file and the tensor."""
         stored = self._stored[name]
         return CheckpointError(f"{stored.path}: {stored.raw_name} {text}")
 
-    def _slice(self, name: str) -> Any:
-        stored = self._stored[name]
-        if stored.path != self._open_path:
-            self._open_file = _open(stored.path, f" (needed for {stored.raw_name})")
-            self._open_path = stored.path
-            self._check_shard(stored.path, set(self._open_file.keys()))
-        return self._open_file.get_slice(stored.raw_name)
+    def _open(self, stored: StoredTensor) -> ShardFile:
+        """Once for all threads."""
+        file = self._files.get(stored.path)
+        if file is None:
+            with self._opening:
+                file = self._files.get(stored.path)
+                if file is None:
+                    file = ShardFile(stored.path, f" (needed for {stored.raw_name})")
+                    self._check_shard(stored.path, set(file.tensors))
+                    self._files[stored.path] = file
+        return file
 
     def _check_shard(self, path: Path, in_shard: set[str]) -> None:
         indexed = self._indexed[path]
@@ -137,7 +171,7 @@ class CheckpointReader:
 
     def _file(self, raw_name: str, path: Path) -> None:
         name = self._naming.rename(raw_name)
-        for rule, beginnings in self._naming.skip_rules.items():
+        for rule, beginnings in self._skip_rules.items():
             if name.startswith(beginnings):
                 self.skipped[rule] += 1
                 return
@@ -151,27 +185,28 @@ class CheckpointReader:
 def published_name(raw_name: str) -> str:
     """The one spelling that this engine uses: no text prefix, `_res_proj.weight` and so on."""
     name = raw_name.removeprefix(TEXT_PREFIX)
+    if not name.endswith(_OTHER_ENDINGS):
+        return name
     for other, ours in _SPELLINGS:
         if name.endswith(other):
             return name.removesuffix(other) + ours
     return name
 
 
-def name_list(names: list[str] | set[str]) -> str:
-    """The first 20 names, and how many there are."""
+def name_list(names: list[str] | set[str], most: int = 20) -> str:
+    """The first names, and how many there are."""
     ordered = sorted(names)
-    more = f", ... ({len(ordered)} in all)" if len(ordered) > 20 else f" ({len(ordered)})"
-    return ", ".join(ordered[:20]) + more
+    more = f", ... ({len(ordered)} in all)" if len(ordered) > most else f" ({len(ordered)})"
+    return ", ".join(ordered[:most]) + more
 
 
-def read_safetensors_header(path: Path) -> list[str]:
-    """Names of the tensors in a file.
-
-    Raises:
-        CheckpointError: the file is missing, damaged or cut short.
-    """
-    with _open(path, "") as file:
-        return list(file.keys())
+def _skip_rules(naming: Naming, raw_names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """Those that hold for a checkpoint of these names."""
+    extra = naming.extra_layer
+    if extra is None or extra + _PREDICTION_MARK not in set(map(naming.rename, raw_names)):
+        return naming.skip_rules
+    beginnings = naming.skip_rules.get(_PREDICTION_RULE, ())
+    return {**naming.skip_rules, _PREDICTION_RULE: (*beginnings, extra)}
 
 
 def _tensor_paths(folder: Path) -> dict[str, Path]:
@@ -183,22 +218,16 @@ def _tensor_paths(folder: Path) -> dict[str, Path]:
             isinstance(file_name, str) for file_name in weight_map.values()
         ):
             raise CheckpointError(f"{index}: weight_map must map names of tensors to files")
-        return {name: folder / file_name for name, file_name in weight_map.items()}
+        if not weight_map:
+            raise CheckpointError(f"{index}: weight_map names no tensor")
+        files = {file_name: folder / file_name for file_name in set(weight_map.values())}
+        return {name: files[file_name] for name, file_name in weight_map.items()}
     paths: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        for name in read_safetensors_header(path):
+        for name in read_names(path):
             if name in paths:
                 raise CheckpointError(f"{path}: {name} is also in {paths[name]}")
             paths[name] = path
     if not paths:
         raise CheckpointError(f"{folder}: no {INDEX_NAME} and no *.safetensors file")
     return paths
-
-
-def _open(path: Path, purpose: str) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing shard{purpose}")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: damaged or cut short{purpose} ({error})") from None

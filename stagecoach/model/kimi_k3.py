@@ -24,6 +24,7 @@ from stagecoach.model.parallel_linear import (
     VocabShard,
 )
 from stagecoach.model.stage_memory import StageMemory
+from stagecoach.model.weight_formats import PLAIN, WeightFormats
 from stagecoach.model.weight_slots import WeightScope, WeightSlot
 from stagecoach.model_config import LayerKind, ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
@@ -62,7 +63,12 @@ class DecoderLayer:
         self._mlp_read = ResidualRead(weights, "mlp_res", hidden_size, eps, has_mixing=has_mixing)
         self._mlp_norm = RmsNorm(weights, "post_attention_layernorm", hidden_size, eps)
         self._mlp = (
-            MoeMlp(config, weights.child("block_sparse_moe"), tp)
+            MoeMlp(
+                config,
+                weights.child("block_sparse_moe"),
+                tp,
+                is_packed=layer in weights.formats.packed_layers,
+            )
             if config.is_moe_layer[layer]
             else DenseMlp(config, weights.child("mlp"), tp)
         )
@@ -99,6 +105,7 @@ class StageModel:
         device: "meta" gives the slots without memory.
         taps: what a drafter reads; None without one. The forward leaves those that this stage
             makes in the stream, and the last stage holds the embedding too.
+        formats: which matrices are quantised.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class StageModel:
         dtype: torch.dtype,
         device: str = "cpu",
         taps: Taps | None = None,
+        formats: WeightFormats = PLAIN,
     ) -> None:
         assert stage.end <= config.num_layers, f"{stage} of {config.num_layers} layers"
         tap_ids = frozenset(taps.layers) if taps else frozenset()
@@ -116,7 +124,9 @@ class StageModel:
         self.config = config
         self.stage = stage
         self.dtype = dtype
-        self._scope = WeightScope(dtype, device=device, tp_rank=tp.rank, tp_size=tp.size)
+        self._scope = WeightScope(
+            dtype, device=device, tp_rank=tp.rank, tp_size=tp.size, formats=formats
+        )
         self._shards: dict[str, VocabShard] = {}
         self._prefix_taps = frozenset() if taps and taps.are_mixtures else tap_ids
         self._mixture_taps = tap_ids - self._prefix_taps

@@ -15,11 +15,10 @@ from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import name_list
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank
+from stagecoach.model.weight_formats import packed_names
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
 from stagecoach.model_config import ModelConfig
 from stagecoach.pipeline.stage import whole_model
-
-PACKED, SCALE = "weight_packed", "weight_scale"
 
 
 def model_tensors(config: ModelConfig) -> dict[str, WeightSlot]:
@@ -28,12 +27,6 @@ def model_tensors(config: ModelConfig) -> dict[str, WeightSlot]:
         config, whole_model(config.num_layers), SingleRank(), torch.float32, device="meta"
     )
     return {slot.name: slot for slot in model.slots}
-
-
-def packed_names(name: str) -> tuple[str, str]:
-    """Names under which `<module>.weight` is stored when packed: codes and scales."""
-    stem = name.removesuffix("weight")
-    return stem + PACKED, stem + SCALE
 
 
 def check_checkpoint(folder: Path, stored: Iterable[str], needed: Mapping[str, WeightSlot]) -> None:

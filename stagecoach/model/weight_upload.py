@@ -1,68 +1,92 @@
-"""Copies tensors from the host into parameters, on a GPU through page-locked memory.
+"""The way of weights from the disk to where they stay: host memory to read into, and, to a GPU,
+copies out of it while the next is read.
 
-While one piece travels, the next is read and converted. Owns the two buffers; knows no file.
+Owns these buffers and the stream of the copies; knows no file and no slot.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-_BUFFER_BYTES = 2**26
+# A row that does not fit gets a buffer of its own size.
+BUFFER_BYTES = 2**24
+# What is planned to be read at once: the parts of a job begin where any type may.
+PIECE_BYTES = BUFFER_BYTES - 64
 
 
-class _Buffer:
-    """Page-locked memory and the end of the newest copy out of it."""
+class StagingBuffer:
+    """Host memory, page-locked where it is copied to a GPU."""
 
-    def __init__(self) -> None:
-        self.bytes = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.copied = torch.cuda.Event()
+    def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._is_pinned = is_pinned
+        self._copied = torch.cuda.Event() if is_pinned else None
+
+    def note_copy(self) -> None:
+        """What was enqueued on the current stream so far reads from here."""
+        assert self._copied is not None, "only copies to a GPU are enqueued"
+        self._copied.record(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        """Return when nothing reads from here any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class WeightUpload:
-    """Fills parameters one after the other; `finish` waits for the last of them."""
+    """Brings what was read to one device.
 
-    def __init__(self) -> None:
-        self._buffers: list[_Buffer] = []
+    Args:
+        device: where the weights stay. Copies to a GPU begin behind what is enqueued on its
+            current stream.
+    """
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """`target.copy_(source)`; on a GPU it may end after the call.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._buffers: list[StagingBuffer | None] = []
+        self._next = 0
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def provide(self, num_buffers: int) -> None:
+        """Have so many buffers: the one that `take` gives is free again so many calls later."""
+        self._buffers = [None] * num_buffers
+        self._next = 0
+
+    def take(self, num_bytes: int) -> StagingBuffer:
+        """The buffer used least recently, with room for so many bytes; waits for copies out of
+        it."""
+        place = self._next
+        self._next = (place + 1) % len(self._buffers)
+        buffer = self._buffers[place]
+        if buffer is not None:
+            buffer.wait()
+        if buffer is None or len(buffer.bytes) < num_bytes:
+            size = max(num_bytes, BUFFER_BYTES)
+            buffer = self._buffers[place] = StagingBuffer(size, is_pinned=self._stream is not None)
+        return buffer
+
+    @contextmanager
+    def bring(self, tensors: tuple[Tensor, ...], buffer: StagingBuffer) -> Iterator[list[Tensor]]:
+        """The tensors on the device, for the work of this block.
 
         Args:
-            target: a parameter or a part of one, of the source's shape.
-            source: on the host, of any floating type.
+            tensors: in `buffer`, which is not written before that work is done.
         """
-        if not target.is_cuda:
-            target.copy_(source)
+        if self._stream is None:
+            yield list(tensors)
             return
-        assert target.shape == source.shape, (target.shape, source.shape)
-        if target.dim() == 0:
-            target, source = target[None], source[None]
-        if not target.numel():
-            return
-        row_bytes = target[0].numel() * target.element_size()
-        assert row_bytes <= _BUFFER_BYTES, f"a row of {row_bytes} bytes"
-        num_rows = _BUFFER_BYTES // row_bytes
-        for start in range(0, len(target), num_rows):
-            rows = slice(start, start + num_rows)
-            self._copy_piece(target[rows], source[rows])
+        with torch.cuda.stream(self._stream):
+            # In their stored types: the device converts faster than the host, and to the same.
+            yield [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            buffer.note_copy()
 
     def finish(self) -> None:
-        """Wait for all copies."""
-        for buffer in self._buffers:
-            buffer.copied.synchronize()
-
-    def _copy_piece(self, target: Tensor, source: Tensor) -> None:
-        buffer = self._next_buffer()
-        buffer.copied.synchronize()
-        staged = buffer.bytes[: target.numel() * target.element_size()].view(target.dtype)
-        staged = staged.view(target.shape)
-        staged.copy_(source)
-        target.copy_(staged, non_blocking=True)
-        buffer.copied.record(torch.cuda.current_stream(target.device))
-
-    def _next_buffer(self) -> _Buffer:
-        """The one used least recently."""
-        if len(self._buffers) < 2:
-            self._buffers.append(_Buffer())
-        else:
-            self._buffers.reverse()
-        return self._buffers[-1]
+        """Wait for all copies, and let go of the buffers."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._buffers = []

@@ -23,6 +23,7 @@ from stagecoach.model.stage_memory import KdaMemory, StageMemory, memory_shapes
 from stagecoach.model.weights import load_stage
 from stagecoach.model_config import Taps, load_model_config
 from stagecoach.pipeline.stage import make_stages
+from stagecoach.quantization_config import NO_QUANTIZATION, QuantizationChoice
 
 T = TypeVar("T")
 
@@ -161,6 +162,8 @@ class Grid:
         tp_size: int = 1,
         load_format: str = "auto",
         taps: Taps | None = None,
+        quantization: QuantizationChoice = NO_QUANTIZATION,
+        row_dtype: torch.dtype | None = None,
     ) -> None:
         self.taps: list[dict[int, Tensor]] = []
         self.config = load_model_config(folder)
@@ -180,11 +183,12 @@ class Grid:
                         dtype,
                         dummy_seed=0 if load_format == "dummy" else None,
                         taps=taps,
+                        quantization=quantization,
                     )
                     for tp in ranks
                 ]
             )
-            shapes = memory_shapes(self.config, stage, tp_size, dtype)
+            shapes = memory_shapes(self.config, stage, tp_size, dtype, row_dtype=row_dtype)
             self.memories.append(
                 [poisoned(shapes.allocate(NUM_SLOTS, NUM_PAGES * PAGE_SIZE)) for _ in ranks]
             )

@@ -9,7 +9,7 @@ from stagecoach.cache.memory_plan import MemoryNeeds, plan_memory
 from stagecoach.model.stage_memory import memory_shapes
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model_config import ModelConfig, load_model_config, parse_model_config
-from stagecoach.pipeline.partition import partition
+from stagecoach.pipeline.partition import estimate_layer_costs, partition
 from stagecoach.pipeline.stage import make_stages, whole_model
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ def test_the_example_of_two_stages_of_eight_ranks() -> None:
     config = published()
     shapes = [
         memory_shapes(config, stage, 8, torch.bfloat16, num_draft_tokens=7)
-        for stage in make_stages(partition(config, 2))
+        for stage in make_stages(partition(estimate_layer_costs(config), 2))
     ]
     needs = [
         MemoryNeeds(

@@ -42,6 +42,10 @@ def test_the_published_model_takes_the_published_bytes() -> None:
     assert shapes.bytes_per_slot == 449_372_160
     assert shapes.bytes_per_row == 27_648
     assert shapes.bytes_per_page(64) == 64 * 27_648
+    narrow = memory_shapes(
+        config, whole_model(93), 1, torch.bfloat16, row_dtype=torch.float8_e4m3fn
+    )
+    assert narrow.bytes_per_row == 13_824 and narrow.bytes_per_slot == shapes.bytes_per_slot
     of_eight = memory_shapes(config, whole_model(93), 8, torch.bfloat16)
     assert of_eight.bytes_per_slot == 56_171_520
     assert of_eight.bytes_per_row == 27_648, "every rank keeps whole cache rows"

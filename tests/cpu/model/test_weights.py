@@ -1,6 +1,8 @@
 """Loading: the ledger, and every way in which a checkpoint can be wrong, by name."""
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stagecoach.errors import CheckpointError
+from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
+from stagecoach.model import weights
 from stagecoach.model.checkpoint_reader import (
     INDEX_NAME,
     CheckpointReader,
@@ -20,12 +24,14 @@ from stagecoach.model.checkpoint_reader import (
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import LoadLedger, model_tensors
 from stagecoach.model.parallel_linear import SingleRank
-from stagecoach.model.quantization import pack_mxfp4, unpack_mxfp4
+from stagecoach.model.quantization import pack_mxfp4
+from stagecoach.model.shard_file import ShardFile
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, write_json, write_tiny_model
 from stagecoach.model.weight_slots import WeightKind
 from stagecoach.model.weights import LoadProgress, load_stage
 from stagecoach.model_config import load_model_config, parse_model_config
 from stagecoach.pipeline.stage import Stage, make_stages, whole_model
+from stagecoach.quantization_config import NamePatterns, QuantizationChoice
 from tests.cpu.model.model_runs import thread_ranks
 
 pytestmark = pytest.mark.cpu
@@ -81,7 +87,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     change(tensors)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    (folder / INDEX_NAME).unlink()
+    (folder / INDEX_NAME).unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -120,9 +126,8 @@ def expected_tensor(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...
         whole = tensors[name].float()
         return whole.flatten()[: shape[0]] if name.endswith("A_log") else whole
     stem = name.removesuffix("weight")
-    return unpack_mxfp4(
-        tensors[stem + "weight_packed"], tensors[stem + "weight_scale"], torch.float32
-    )
+    packed = Mxfp4Weight(tensors[stem + "weight_packed"], tensors[stem + "weight_scale"])
+    return unpack_mxfp4(packed, torch.float32)
 
 
 def test_a_shard_that_cuts_through_a_group_of_packed_weights(folder: Path) -> None:
@@ -191,6 +196,127 @@ def test_vision_and_mtp_tensors_are_skipped_and_the_log_counts_them(
     with caplog.at_level("INFO"):
         load(folder)
     assert "skipped: 2 vision, 1 multi-token prediction" in caplog.text
+
+
+def test_an_extra_layer_is_passed_over_if_it_predicts_a_further_token(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"{PREFIX}model.layers.2.{part}" for part in ("enorm.weight", "self_attn.x.weight")]
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: torch.zeros(2) for name in names}
+
+    rewrite(folder, add)
+    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.2\.enorm\.weight"):
+        load(folder)
+    rewrite(
+        folder,
+        lambda tensors: tensors.update({PREFIX + "model.layers.2.eh_proj.weight": torch.ones(2)}),
+    )
+    with caplog.at_level("INFO"):
+        load(folder)
+    assert "skipped: 3 multi-token prediction" in caplog.text
+
+
+def test_both_spellings_of_attention_residuals_are_read(folder: Path) -> None:
+    expected = {slot.name: slot.target.clone() for slot in load(folder).slots}
+
+    def respell(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "_res_" in name]:
+            other = name.replace("_res_proj.weight", "_res.proj_weight")
+            tensors[other.replace("_res_norm.weight", "_res.norm_weight")] = tensors.pop(name)
+
+    rewrite(folder, respell)
+    assert any(name.endswith("mlp_res.norm_weight") for name in stored_tensors(folder))
+    for slot in load(folder).slots:
+        assert torch.equal(slot.target, expected[slot.name]), slot.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("fp8", [None, NamePatterns()])
+@pytest.mark.parametrize("keeps_packed", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pieces_of_a_few_rows_fill_what_whole_tensors_do(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    fp8: NamePatterns | None,
+    rank: int,
+    *,
+    keeps_packed: bool,
+) -> None:
+    config = load_model_config(folder)
+    choice = QuantizationChoice(keeps_packed=keeps_packed, fp8=fp8)
+    # Packed experts are split in whole groups of 32 columns, of which a small one has one.
+    tp = SingleRank() if keeps_packed else OneOfMany(rank, 2)
+
+    def values() -> dict[str, list[Tensor]]:
+        model = load_stage(folder, config, whole_model(2), tp, dtype, quantization=choice)
+        return {
+            slot.name: [slot.target] if isinstance(slot.target, Tensor) else list(slot.target)
+            for slot in model.slots
+        }
+
+    whole = values()
+    monkeypatch.setattr(weights, "PIECE_BYTES", 900)
+    for name, parts in values().items():
+        for part, expected in zip(parts, whole[name], strict=True):
+            assert torch.equal(part.float(), expected.float()), name
+
+
+def test_progress_tells_the_bytes_of_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PIECE_BYTES", 900)
+    seen: list[LoadProgress] = []
+    load(folder, progress=seen.append)
+    assert len(seen) > 2 * seen[-1].num_tensors, "more often than once a tensor"
+    assert [item.num_bytes for item in seen] == sorted({item.num_bytes for item in seen})
+    assert seen[-1].num_bytes == seen[-1].total_bytes
+    assert seen[-1].num_loaded == seen[-1].num_tensors
+
+
+def test_a_rank_reads_its_own_tensors_and_of_them_its_own_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+    read = ShardFile.read
+
+    def noting(self: ShardFile, raw_name: str, *arguments: object) -> Tensor:
+        part = read(self, raw_name, *arguments)  # type: ignore[arg-type]
+        seen.append((raw_name.removeprefix(PREFIX), part.nbytes))
+        return part
+
+    monkeypatch.setattr(ShardFile, "read", noting)
+    stored = {name.removeprefix(PREFIX): item for name, item in stored_tensors(folder).items()}
+    for stage in make_stages((1, 1)):
+        seen.clear()
+        model = load(folder, stage, rank=1, tp_size=2)
+        needed = {slot.name: slot for slot in model.slots}
+        for name, num_bytes in seen:
+            slot = needed.get(name) or needed[name.replace("_packed", "").replace("_scale", "")]
+            whole = stored[name].nbytes
+            if slot.kind in (WeightKind.EXPERT, WeightKind.DECAY, WeightKind.DECAY_BIAS):
+                assert num_bytes <= whole
+            else:
+                share = math.prod(slot.target.shape) / math.prod(slot.shape)
+                assert num_bytes == whole * share, name
+        assert len(seen) == len(set(seen)), "nothing is read twice"
+
+
+def test_a_read_that_fails_in_a_thread_names_file_and_tensor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = PREFIX + "model.layers.1.input_layernorm.weight"
+    read = ShardFile.read
+
+    def failing(self: ShardFile, raw_name: str, *arguments: object) -> Tensor:
+        if raw_name == name:
+            os.truncate(self.path, 0)
+        return read(self, raw_name, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShardFile, "read", failing)
+    path = shard_of(folder, name)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: {PREFIX}model.* cut short"):
+        load(folder)
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 4, 1], [4], [128], [1, 1, 9, 1]], ids=str)
@@ -366,11 +492,13 @@ def test_an_index_and_a_shard_that_disagree(folder: Path) -> None:
     ("content", "message"),
     [
         (b"", "not valid JSON"),
+        (b"[" * 200_000, "nested too deeply"),
         (b"\xff{}", "not valid JSON"),
         (b"[]", "must hold a JSON object, not list"),
         (b"{}", "weight_map must map names of tensors to files"),
         (b'{"weight_map": 3}', "weight_map must map names of tensors to files"),
         (b'{"weight_map": {"a": 1}}', "weight_map must map names of tensors to files"),
+        (b'{"weight_map": {}}', "weight_map names no tensor"),
     ],
 )
 def test_an_unreadable_index(folder: Path, content: bytes, message: str) -> None:

@@ -1,0 +1,95 @@
+"""Jobs read by threads come in order, through few buffers, and their errors where they are due."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stagecoach.errors import CheckpointError
+from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
+from stagecoach.model.read_ahead import PartRead, read_ahead
+from stagecoach.model.weight_upload import WeightUpload
+
+pytestmark = pytest.mark.cpu
+
+NUM_THREADS = 3
+MATRIX = torch.arange(4000.0).view(200, 20)
+BYTES = torch.arange(60, dtype=torch.uint8)
+
+
+class SlowReader(CheckpointReader):
+    """Some reads take longer than those behind them, one fails."""
+
+    failing_row: int | None = None
+
+    def read(self, name: str, region: tuple[slice, ...], into: Tensor | None = None) -> Tensor:
+        if region and region[0].start == self.failing_row:
+            raise self.error(name, "cannot be read")
+        if region and region[0].start % 7 == 0:
+            time.sleep(0.002)
+        return super().read(name, region, into)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> SlowReader:
+    save_file({"matrix": MATRIX, "bytes": BYTES}, tmp_path / "model.safetensors")
+    return SlowReader(tmp_path, target_naming(has_tied_head=False))
+
+
+def jobs() -> Iterator[tuple[int, tuple[PartRead, ...]]]:
+    for row in range(200):
+        rows = PartRead("matrix", (slice(row, row + 1), slice(0, 20)))
+        yield row, (PartRead("bytes", (slice(row % 7, 60),)), rows)
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("read")]
+
+
+def test_jobs_come_in_order_with_all_their_parts(reader: SlowReader) -> None:
+    upload = WeightUpload(torch.device("cpu"))
+    rows, buffers = [], set()
+    for job, (codes, row), buffer in read_ahead(reader, jobs(), upload, NUM_THREADS):
+        assert torch.equal(row, MATRIX[job : job + 1]) and torch.equal(codes, BYTES[job % 7 :])
+        rows.append(job)
+        buffers.add(id(buffer))
+    assert rows == list(range(200))
+    assert len(buffers) <= NUM_THREADS + 2, "memory is bounded"
+    assert not reading_threads()
+
+
+def test_an_error_comes_where_its_job_is_due_and_ends_the_threads(reader: SlowReader) -> None:
+    reader.failing_row = 50
+    upload = WeightUpload(torch.device("cpu"))
+    done = []
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors: matrix cannot be read"),
+        closing(read_ahead(reader, jobs(), upload, NUM_THREADS)) as reads,
+    ):
+        done += [item.job for item in reads]
+    # A list that is not finished is lost; what matters is that nobody waits for the rest.
+    assert not done and not reading_threads()
+
+
+def test_who_leaves_early_leaves_no_thread(reader: SlowReader) -> None:
+    upload = WeightUpload(torch.device("cpu"))
+    with closing(read_ahead(reader, jobs(), upload, NUM_THREADS)) as reads:
+        assert next(reads).job == 0
+    assert not reading_threads()
+
+
+def test_an_error_in_the_list_of_jobs_is_raised(reader: SlowReader) -> None:
+    def broken() -> Iterator[tuple[int, tuple[PartRead, ...]]]:
+        yield 0, (PartRead("matrix", ()),)
+        raise CheckpointError("no such part")
+
+    reads = read_ahead(reader, broken(), WeightUpload(torch.device("cpu")), NUM_THREADS)
+    with pytest.raises(CheckpointError, match="no such part"):
+        list(reads)
+    assert not reading_threads()
