@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagecoach.costs.machine import H200
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config
 from stagecoach.model.tiny import (
     TinyShape,
@@ -16,8 +17,8 @@ from stagecoach.model.tiny import (
     write_json,
 )
 
-COPY_BYTES_PER_SECOND = 4.25e12  # device copy, read + written
-MATRIX_FLOPS_PER_SECOND = 790e12  # bf16, 8192 x 8192 x 8192
+COPY_BYTES_PER_SECOND = H200.copy_bytes_per_second  # read + written
+MATRIX_FLOPS_PER_SECOND = H200.matrix_flops_per_second  # bf16, 8192 x 8192 x 8192
 
 NUM_COUNTED_EXPERTS = 256
 # Distinct experts a layer and step, counted with the peer on weights drawn alike.

@@ -219,11 +219,20 @@ def _profile_table(results: dict[str, Any]) -> list[str]:
                 ", ".join(
                     f"{row['kernel']} {row['us']:.0f}"
                     for row in point["kernels"][:NUM_PROFILED_KERNELS]
-                ),
+                )
+                + _exchanges(point.get("exchanges")),
             ]
             for title, point in results.items()
         ],
     )
+
+
+def _exchanges(exchanges: dict[str, Any] | None) -> str:
+    """What exchanges between two ranks take of a step, and for how long each rank waits."""
+    if exchanges is None:
+        return ""
+    waits = " and ".join(f"{wait:.0f}" for wait in exchanges["wait_us_a_step"])
+    return f"; exchanges {exchanges['itself_us_a_step']:.0f}, waits {waits}"
 
 
 def _cache_table(results: dict[str, Any]) -> list[str]:

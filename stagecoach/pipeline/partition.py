@@ -1,27 +1,38 @@
 """How many layers each pipeline stage gets.
 
-Owns the estimate of what a layer costs and the search for the most even contiguous split.
-Pure functions of numbers: knows no tensor, so the engine settles the partition before any
-worker starts.
+Owns the search for the most even contiguous split, by what layers read or by their time; what
+they are made of is in `costs/`. Pure functions of numbers: knows no tensor, so the engine settles
+the partition before any worker starts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
-from stagecoach.model_config import LayerKind, MlaConfig, ModelConfig
+from stagecoach.costs.operators import (
+    Operator,
+    OperatorKind,
+    block_operators,
+    context_operators,
+    first_stage_operators,
+    head_operators,
+    last_stage_operators,
+    layer_operators,
+)
+from stagecoach.costs.step_time import StepCosts, StepShape
+from stagecoach.draft_config import DraftConfig
+from stagecoach.model_config import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """Multiply-adds per token: of each layer, and of what the two ends hold beside layers."""
+    """What each layer costs, and what the two ends hold beside layers, in one unit."""
 
-    layers: tuple[int, ...]
-    first_stage: int  # embedding
-    last_stage: int  # final norm, output head and a drafter if there is one
+    layers: tuple[float, ...]
+    first_stage: float  # embedding
+    last_stage: float  # final norm, output head and a drafter if there is one
 
-    def folded(self) -> tuple[int, ...]:
+    def folded(self) -> tuple[float, ...]:
         """One cost a layer, the ends added to the first and the last layer.
 
         Contiguous stages always put those layers on the first and the last stage.
@@ -36,28 +47,35 @@ def estimate_layer_costs(
     model_config: ModelConfig,
     draft: DraftConfig | None = None,
     num_draft_tokens: int = 0,
-    num_requests: int = 1,
 ) -> LayerCosts:
-    """Weights that a decode step reads.
+    """Values that a decode step reads: what a CPU's time follows.
 
-    Of one request without drafts that is what one token is multiplied with. The tokens of a step
+    Of one request: without drafts what its token is multiplied with. The tokens of a window
     share all weights but the experts, of which each chooses its own; a block pass reads the draft
     once. Attention over the context is left out: its length is not known here.
 
     Args:
         draft: what the last stage drafts with.
         num_draft_tokens: drafts of a window.
-        num_requests: of the step.
     """
-    hidden_size = model_config.hidden_size
-    head = model_config.vocab_size * hidden_size
+    num_tokens = 1 + num_draft_tokens
+    last_stage = _decode_reads(last_stage_operators(model_config), model_config, num_tokens)
     return LayerCosts(
         layers=tuple(
-            _layer_cost(model_config, layer, num_requests * (1 + num_draft_tokens))
+            _decode_reads(layer_operators(model_config, layer), model_config, num_tokens)
             for layer in range(model_config.num_layers)
         ),
-        first_stage=hidden_size,
-        last_stage=hidden_size + head + (_draft_cost(draft) if draft else 0),
+        first_stage=_decode_reads(first_stage_operators(model_config), model_config, num_tokens),
+        last_stage=last_stage + (_draft_cost(draft, model_config) if draft else 0),
+    )
+
+
+def time_layer_costs(costs: StepCosts, step: StepShape) -> LayerCosts:
+    """Seconds that a rank of a stage takes for its part of `step`, on a GPU."""
+    return LayerCosts(
+        layers=tuple(costs.layer_seconds(layer, step) for layer in range(costs.model.num_layers)),
+        first_stage=costs.first_stage_seconds(step),
+        last_stage=costs.last_stage_seconds(step),
     )
 
 
@@ -77,26 +95,17 @@ def attention_balance(model_config: ModelConfig) -> float:
 
 
 def partition(
-    model_config: ModelConfig,
-    num_stages: int,
-    override: Sequence[int] | None = None,
-    draft: DraftConfig | None = None,
-    num_draft_tokens: int = 0,
-    num_requests: int = 1,
+    costs: LayerCosts, num_stages: int, override: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Layers of each stage: the override, else the most even split by cost.
 
-    A `draft` makes the last stage the heavier; many requests of a step the experts, beside which
-    the output head counts for less.
-
     `compatibility.py` has seen to it that the layers can be shared out so.
     """
-    num_layers = model_config.num_layers
+    num_layers = len(costs.layers)
     if override is not None:
         is_split = len(override) == num_stages and sum(override) == num_layers
         assert is_split and min(override) > 0, f"{override} of {num_layers} layers"
         return tuple(override)
-    costs = estimate_layer_costs(model_config, draft, num_draft_tokens, num_requests)
     return balance(costs.folded(), num_stages)
 
 
@@ -169,68 +178,26 @@ def _most_even(
     return None if result is None else tuple(-count for count in result[2])
 
 
-def _layer_cost(config: ModelConfig, layer: int, num_tokens: int) -> int:
-    is_kda = config.layer_kinds[layer] is LayerKind.KDA
-    attention = _kda_cost(config) if is_kda else _mla_cost(config)
-    if config.is_moe_layer[layer]:
-        return attention + _moe_cost(config, num_tokens)
-    return attention + _dense_cost(config)
+def _decode_reads(operators: Iterable[Operator], config: ModelConfig, num_tokens: int) -> int:
+    """Values that a step of so many tokens reads, over all ranks."""
+    return sum(
+        item.reads * _num_chosen(item, config, num_tokens) + item.whole_reads for item in operators
+    )
 
 
-def _kda_cost(config: ModelConfig) -> int:
-    kda, hidden_size = config.kda, config.hidden_size
-    width = kda.num_heads * kda.head_dim
-    gate = hidden_size * width if kda.has_full_rank_gate else kda.head_dim * (hidden_size + width)
-    decay = kda.head_dim * (hidden_size + width)
-    convolution = 3 * width * kda.conv_kernel_size
-    recurrence = 3 * width * kda.head_dim
-    projections = hidden_size * (4 * width + kda.num_heads)
-    return projections + gate + decay + convolution + recurrence
+def _num_chosen(item: Operator, config: ModelConfig, num_tokens: int) -> int:
+    """1, or how many experts are read."""
+    moe = config.moe
+    if item.kind is not OperatorKind.EXPERTS or moe is None:
+        return 1
+    return min(moe.num_experts, num_tokens * moe.num_experts_per_token)
 
 
-def _latent_attention_cost(mla: MlaConfig | DraftMlaConfig, hidden_size: int) -> int:
-    query_width, value_width = mla.num_heads * mla.qk_head_dim, mla.num_heads * mla.v_head_dim
-    if mla.q_lora_rank is None:
-        query = hidden_size * query_width
-    else:
-        query = mla.q_lora_rank * (hidden_size + query_width)
-    latent = hidden_size * mla.cache_row_width
-    absorbed = mla.kv_lora_rank * mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return query + latent + absorbed + value_width * hidden_size
-
-
-def _mla_cost(config: ModelConfig) -> int:
-    mla = config.mla
-    gate = config.hidden_size * mla.num_heads * mla.v_head_dim if mla.has_output_gate else 0
-    return _latent_attention_cost(mla, config.hidden_size) + gate
-
-
-def _dense_cost(config: ModelConfig) -> int:
-    return 3 * config.hidden_size * config.dense_intermediate_size
-
-
-def _moe_cost(config: ModelConfig, num_tokens: int) -> int:
-    moe, hidden_size = config.moe, config.hidden_size
-    assert moe is not None, "a MoE layer needs its configuration"
-    width = moe.latent_size or hidden_size
-    num_chosen = min(moe.num_experts, num_tokens * moe.num_experts_per_token)
-    experts = num_chosen * 3 * width * moe.intermediate_size
-    latent = 2 * hidden_size * width if moe.latent_size else 0
-    shared = 3 * hidden_size * moe.shared_intermediate_size
-    return experts + latent + shared + hidden_size * moe.num_experts
-
-
-def _draft_cost(draft: DraftConfig) -> int:
+def _draft_cost(draft: DraftConfig, config: ModelConfig) -> int:
     """One target token's context row, and one row of a block through layers and head."""
-    hidden_size, attention = draft.hidden_size, draft.attention
-    if isinstance(attention, DraftGqaConfig):
-        width = attention.num_heads * attention.head_dim
-        row = 2 * attention.num_kv_heads * attention.head_dim
-        block = 2 * hidden_size * width + hidden_size * row
-    else:
-        row = attention.cache_row_width
-        block = _latent_attention_cost(attention, hidden_size)
-    mlp = 3 * hidden_size * draft.intermediate_size
-    context = len(draft.taps.layers) * hidden_size**2 + draft.num_layers * hidden_size * row
-    head = draft.vocab_size * (hidden_size + draft.markov_rank)
-    return context + draft.num_layers * (block + mlp) + head
+    operators = (
+        *context_operators(draft),
+        *block_operators(draft),
+        *head_operators(draft),
+    )
+    return _decode_reads(operators, config, 1)

@@ -1,0 +1,1 @@
+"""What layers read and compute, on which machine, and how long a step takes."""

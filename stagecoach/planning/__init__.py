@@ -1,0 +1,1 @@
+"""What an engine would take and how fast it would be, before it is started."""
