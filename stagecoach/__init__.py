@@ -5,8 +5,7 @@ from stagecoach.errors import StagecoachError
 from stagecoach.llm import LLM
 from stagecoach.outputs import CompletionOutput, RequestOutput
 from stagecoach.request import SamplingParams, StructuredOutputsParams
-
-__version__ = "0.1.0"
+from stagecoach.version import __version__
 
 __all__ = [
     "LLM",

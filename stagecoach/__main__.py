@@ -10,11 +10,13 @@ import typer
 
 from stagecoach.cli import bench, bench_offline
 from stagecoach.cli.chat import chat
+from stagecoach.cli.check import check
 from stagecoach.cli.demo import demo
 from stagecoach.cli.evaluate import evaluate
 from stagecoach.cli.fuzz import fuzz
 from stagecoach.cli.generate import generate
 from stagecoach.cli.options import with_engine_options, with_server_options
+from stagecoach.cli.plan import plan
 from stagecoach.cli.serve import serve
 from stagecoach.cli.support import support
 from stagecoach.errors import StagecoachError
@@ -47,6 +49,12 @@ for _name, _command, _summary in (
         with_engine_options(fuzz, log_level="warning"),
         "Try random schedules and compare every answer.",
     ),
+    (
+        "check",
+        with_engine_options(check, pipeline_parallel_size=2, log_level="warning"),
+        "Verify a checkpoint, layer by layer where it does not fit.",
+    ),
+    ("plan", with_engine_options(plan), "Whether an engine fits its GPUs, and how fast it is."),
     ("chat", chat, "Talk to a model behind a server."),
     ("support", support, "What runs on which layout, and what is refused."),
 ):

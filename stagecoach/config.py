@@ -1,10 +1,10 @@
 """EngineConfig: every option of the engine, frozen, with one doc line each.
 
 Owns the options, their own ranges, and the resolution of `auto` values. Combinations of
-options are judged in `compatibility.py`. Names follow vLLM where it has the option.
+options are judged in `compatibility.py`; the keys of speculation are in `speculative_config.py`.
+Names follow vLLM where it has the option.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,102 +13,26 @@ from typing import Any
 from stagecoach.draft_config import DraftConfig
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import ModelConfig
+from stagecoach.option_values import at_least, is_number, one_of
+from stagecoach.option_values import option as option  # how all name an option
+from stagecoach.quantization_config import (
+    NO_QUANTIZATION,
+    ONLINE_METHODS,
+    NamePatterns,
+    QuantizationChoice,
+    has_whole_groups,
+)
+from stagecoach.speculative_config import SpeculativeConfig as SpeculativeConfig
+from stagecoach.speculative_config import speculation_key as speculation_key
 
 # Requests without a seed put their number beside it in one 63-bit key.
 MAX_ENGINE_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
-DRAFT_METHODS = ("dspark",)
-ACCEPTANCE_RULES = ("shared", "rejection")
-MAX_SPECULATIVE_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """The keys of `--speculative-config`; names as in vLLM where it has the key."""
-
-    model: str = field(
-        metadata={"doc": "draft checkpoint folder, or `demo-draft` or `tiny-draft`; must be given"}
-    )
-    method: str = field(default="dspark", metadata={"doc": "how drafts are made: dspark"})
-    num_speculative_tokens: int = field(
-        default=7,
-        metadata={"doc": f"k, the most drafts of a verify window: 1 to {MAX_SPECULATIVE_TOKENS}"},
-    )
-    acceptance: str = field(
-        default="shared",
-        metadata={
-            "doc": "shared: draft and target choose with the same noise, so the tokens are those "
-            "of plain decoding; rejection: only their distribution is"
-        },
-    )
-    confidence_schedule: bool | None = field(
-        default=None,
-        metadata={
-            "doc": "whether confidences and measured step times choose each window's length; "
-            "otherwise it is k; null: yes, unless acceptance is synthetic"
-        },
-    )
-    watchdog: bool | None = field(
-        default=None,
-        metadata={
-            "doc": "whether drafting stops where it does not pay, with a probe from time to "
-            "time; null: yes, unless acceptance is synthetic"
-        },
-    )
-    synthetic_acceptance_length: float | None = field(
-        default=None,
-        metadata={
-            "doc": "for benchmarks: mean tokens of a verify round whatever the target says, so "
-            "the text is none of its own; 1 to k + 1; null: off"
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise _speculation_error("model", self.model, "a folder or a draft's name")
-        most = MAX_SPECULATIVE_TOKENS
-        if not _is_number(self.num_speculative_tokens, int) or not (
-            1 <= self.num_speculative_tokens <= most
-        ):
-            raise _speculation_error(
-                "num_speculative_tokens", self.num_speculative_tokens, f"an integer in 1..{most}"
-            )
-        for name, allowed in (("method", DRAFT_METHODS), ("acceptance", ACCEPTANCE_RULES)):
-            if getattr(self, name) not in allowed:
-                raise _speculation_error(name, getattr(self, name), f"one of {', '.join(allowed)}")
-        for name in ("confidence_schedule", "watchdog"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise _speculation_error(name, getattr(self, name), "true, false or null")
-        length, longest = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
-        # A NaN is in no range either.
-        if length is not None and not (_is_number(length, int | float) and 1 <= length <= longest):
-            raise _speculation_error(
-                "synthetic_acceptance_length",
-                length,
-                f"a number in 1..{longest} (num_speculative_tokens + 1)",
-            )
-
-    @staticmethod
-    def parse(values: object) -> "SpeculativeConfig":
-        """From the parsed JSON object; a SpeculativeConfig is returned as it is.
-
-        Raises:
-            ConfigError: no object, an unknown key (the known ones are named), no `model`, or a
-                value of the wrong type or outside its range.
-        """
-        if isinstance(values, SpeculativeConfig):
-            return values
-        flag = option("speculative_config")
-        if not isinstance(values, dict):
-            raise ConfigError(f"{flag}={values!r}: must be a JSON object")
-        known = [item.name for item in dataclasses.fields(SpeculativeConfig)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"{flag}: unknown key {key!r}; known are {', '.join(known)}")
-        if "model" not in values:
-            raise ConfigError(f"{flag}: the key model is missing; it names the draft")
-        return SpeculativeConfig(**values)
+CACHE_DTYPES = ("auto", "bfloat16", "fp8")
+PACKED_MODES = ("auto", "packed", "decoded")
+LAUNCHERS = ("local", "torchrun", "ray")
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +55,42 @@ class EngineConfig:
         metadata={
             "doc": "Weights and activations: auto, bfloat16, float32, float64. `auto` is "
             "float32 on CPU, where bfloat16 is slower, and the checkpoint's type elsewhere."
+        },
+    )
+    mxfp4_experts: str = field(
+        default="auto",
+        metadata={
+            "doc": "Experts that are stored as MXFP4: packed, as they are; decoded, to --dtype "
+            "when they are loaded, four times as large or more; auto: packed on a GPU, where "
+            "decoding is faster so and chunks of thousands of tokens slower; decoded on a CPU."
+        },
+    )
+    online_quantization: str = field(
+        default="none",
+        metadata={
+            "doc": "Quantise linear layers while they are loaded: none; ptpc_fp8: E4M3 with a "
+            "factor for each output channel, inputs with one for each token."
+        },
+    )
+    online_quantization_include: tuple[str, ...] | None = field(
+        default=None,
+        metadata={
+            "doc": "Patterns of tensor names that are quantised, with commas between, as "
+            "`*.self_attn.*,*.mlp.*`. Default: all that may be."
+        },
+    )
+    online_quantization_exclude: tuple[str, ...] | None = field(
+        default=None,
+        metadata={
+            "doc": "Patterns of tensor names that are not, in place of the default: routed "
+            "experts, their latent projections and the narrow projections of gates."
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata={
+            "doc": "Rows of the MLA cache: auto, that of activations; bfloat16; fp8, E4M3 without "
+            "a factor."
         },
     )
     device: str = field(
@@ -185,9 +145,62 @@ class EngineConfig:
             "a thread a worker, for debugging."
         },
     )
+    launcher: str = field(
+        default="local",
+        metadata={
+            "doc": "Who starts the workers. local: this command, which runs once on each of "
+            "--nnodes hosts; torchrun: torchrun or whatever sets RANK, WORLD_SIZE and MASTER_ADDR "
+            "runs this command for every rank; ray: actors on the nodes of a Ray cluster."
+        },
+    )
+    nnodes: int = field(
+        default=1,
+        metadata={
+            "doc": "Hosts. Each runs the same command with a --node-rank of its own and holds "
+            "whole stages; the first serves, the others end with it."
+        },
+    )
+    node_rank: int = field(
+        default=0, metadata={"doc": "Which of the --nnodes hosts this is, from 0."}
+    )
+    master_addr: str = field(
+        default="127.0.0.1",
+        metadata={"doc": "Address of the host with --node-rank 0, where it waits for the others."},
+    )
+    master_port: int = field(
+        default=29501, metadata={"doc": "Port of --master-addr where the hosts meet."}
+    )
+    network_interface: str | None = field(
+        default=None,
+        metadata={
+            "doc": "Network interface of this host that carries plans and tensors to other hosts. "
+            "Default: the one on the way to --master-addr."
+        },
+    )
+    distributed_timeout_seconds: int = field(
+        default=600,
+        metadata={"doc": "How long hosts and workers may take to find each other at the start."},
+    )
     execute_model_timeout_seconds: int = field(
         default=300,
-        metadata={"doc": "A step without a result for this long ends the engine: a worker hangs."},
+        metadata={
+            "doc": "A step without a result for this long ends the engine: a worker hangs. With "
+            "--recover, workers that hang are started anew instead."
+        },
+    )
+    recover: bool = field(
+        default=False,
+        metadata={
+            "doc": "When a worker ends or hangs, start it anew and go on: running requests are "
+            "computed again from their tokens. Otherwise the engine ends."
+        },
+    )
+    max_recoveries: int = field(
+        default=3,
+        metadata={"doc": "With --recover: one more within the window below ends the engine."},
+    )
+    recovery_window_seconds: int = field(
+        default=600, metadata={"doc": "Time in which --max-recoveries are allowed."}
     )
     enforce_eager: bool = field(
         default=False,
@@ -261,12 +274,13 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("block_size", self.block_size, 1)
-        _at_least("execute_model_timeout_seconds", self.execute_model_timeout_seconds, 1)
+        at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("block_size", self.block_size, 1)
+        at_least("execute_model_timeout_seconds", self.execute_model_timeout_seconds, 1)
+        self._check_hosts()
         for name in (
             "max_model_len",
             "kv_cache_memory_bytes",
@@ -274,13 +288,15 @@ class EngineConfig:
             "num_threads",
         ):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         if self.max_model_len == 1:
             raise ConfigError("--max-model-len=1: leaves no room for an output token")
-        _at_least("seed", self.seed, 0)
+        at_least("seed", self.seed, 0)
         if self.seed > MAX_ENGINE_SEED:
             raise ConfigError(f"--seed={self.seed}: must be at most {MAX_ENGINE_SEED}")
-        for name in ("enable_prefix_caching", "debug_poison", "enforce_eager"):
+        at_least("max_recoveries", self.max_recoveries, 1)
+        at_least("recovery_window_seconds", self.recovery_window_seconds, 1)
+        for name in ("enable_prefix_caching", "debug_poison", "enforce_eager", "recover"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{option(name)}={getattr(self, name)!r}: must be true or false")
         if not isinstance(self.async_scheduling, bool | None):
@@ -297,34 +313,57 @@ class EngineConfig:
                 f"{option('speculative_config')}={self.speculative_config!r}: must be a "
                 "SpeculativeConfig; SpeculativeConfig.parse makes one of a dict"
             )
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
-        _one_of("distributed_executor_backend", self.distributed_executor_backend, ("mp", "uni"))
+        one_of("dtype", self.dtype, DTYPES)
+        self._check_quantization()
+        one_of("load_format", self.load_format, ("auto", "dummy"))
+        one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
+        one_of("distributed_executor_backend", self.distributed_executor_backend, ("mp", "uni"))
+
+    def _check_hosts(self) -> None:
+        one_of("launcher", self.launcher, LAUNCHERS)
+        at_least("nnodes", self.nnodes, 1)
+        at_least("node_rank", self.node_rank, 0)
+        at_least("master_port", self.master_port, 1)
+        if self.master_port > _MAX_PORT:
+            raise ConfigError(f"--master-port={self.master_port}: must be at most {_MAX_PORT}")
+        at_least("distributed_timeout_seconds", self.distributed_timeout_seconds, 1)
 
     def _check_cache(self) -> None:
-        _at_least("state_checkpoint_interval", self.state_checkpoint_interval, 0)
+        at_least("state_checkpoint_interval", self.state_checkpoint_interval, 0)
         if self.max_state_checkpoints is not None:
-            _at_least("max_state_checkpoints", self.max_state_checkpoints, 0)
+            at_least("max_state_checkpoints", self.max_state_checkpoints, 0)
         size, rate = self.kv_offloading_size, self.verify_cache
-        if size is not None and not (_is_number(size, int | float) and 0 < size < math.inf):
+        if size is not None and not (is_number(size, int | float) and 0 < size < math.inf):
             raise ConfigError(
                 f"{option('kv_offloading_size')}={size!r}: must be a number of GiB above 0"
             )
-        if not (_is_number(rate, int | float) and 0 <= rate <= 1):
+        if not (is_number(rate, int | float) and 0 <= rate <= 1):
             raise ConfigError(f"{option('verify_cache')}={rate!r}: must be a number in 0..1")
 
+    def _check_quantization(self) -> None:
+        one_of("mxfp4_experts", self.mxfp4_experts, PACKED_MODES)
+        one_of("online_quantization", self.online_quantization, ONLINE_METHODS)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, CACHE_DTYPES)
+        for name in ("online_quantization_include", "online_quantization_exclude"):
+            patterns = getattr(self, name)
+            if patterns is not None and not (
+                isinstance(patterns, tuple)
+                and patterns
+                and all(isinstance(pattern, str) and pattern for pattern in patterns)
+            ):
+                raise ConfigError(f"{option(name)}={patterns!r}: must be a tuple of patterns")
+
     def _check_device(self) -> None:
-        _one_of("device", self.device, DEVICES)
+        one_of("device", self.device, DEVICES)
         share, sizes = self.gpu_memory_utilization, self.cudagraph_capture_sizes
-        if not (_is_number(share, int | float) and 0 < share <= 1):
+        if not (is_number(share, int | float) and 0 < share <= 1):
             raise ConfigError(
                 f"{option('gpu_memory_utilization')}={share!r}: must be a number above 0, up to 1"
             )
         if sizes is not None and not (
             isinstance(sizes, tuple)
             and sizes
-            and all(_is_number(size, int) and size > 0 for size in sizes)
+            and all(is_number(size, int) and size > 0 for size in sizes)
         ):
             raise ConfigError(
                 f"{option('cudagraph_capture_sizes')}={sizes!r}: must be a tuple of integers of "
@@ -334,6 +373,17 @@ class EngineConfig:
     @property
     def num_workers(self) -> int:
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def fp8_patterns(self) -> NamePatterns | None:
+        """Which matrices become E4M3; None: none does."""
+        if self.online_quantization == "none":
+            return None
+        patterns = NamePatterns()
+        return NamePatterns(
+            self.online_quantization_include or patterns.include,
+            self.online_quantization_exclude or patterns.exclude,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,35 +426,38 @@ class ResolvedConfig:
         return self.device == "cuda" if is_wanted is None else is_wanted
 
     @property
+    def quantization(self) -> QuantizationChoice:
+        """How the target's weights lie in memory."""
+        mode, tp_size = self.engine.mxfp4_experts, self.engine.tensor_parallel_size
+        width = self.model.moe.intermediate_size if self.model.moe else 0
+        is_kept = self.device == "cuda" and has_whole_groups(width, tp_size)
+        return QuantizationChoice(
+            keeps_packed=is_kept if mode == "auto" else mode == "packed",
+            fp8=self.engine.fp8_patterns,
+        )
+
+    @property
+    def draft_quantization(self) -> QuantizationChoice:
+        """How the draft's weights lie in memory."""
+        speculative = self.engine.speculative_config
+        if speculative is None or speculative.online_quantization == "none":
+            return NO_QUANTIZATION
+        return QuantizationChoice(fp8=self.engine.fp8_patterns)
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """Of MLA cache rows: bfloat16 or fp8; None: that of activations."""
+        wanted = self.engine.kv_cache_dtype
+        return None if wanted == "auto" else wanted
+
+    @property
+    def draft_cache_dtype(self) -> str | None:
+        """Of the draft's context rows, in the same words."""
+        speculative = self.engine.speculative_config
+        wanted = "auto" if speculative is None else speculative.kv_cache_dtype
+        return None if wanted == "auto" else wanted
+
+    @property
     def dummy_seed(self) -> int | None:
         """Seed of random weights; None: the checkpoints are read."""
         return self.engine.seed if self.engine.load_format == "dummy" else None
-
-
-def option(name: str) -> str:
-    """The command-line spelling of an EngineConfig field."""
-    return "--" + name.replace("_", "-")
-
-
-def speculation_key(name: str) -> str:
-    """How errors spell a key of `--speculative-config`."""
-    return f"{option('speculative_config')} {name}"
-
-
-def _speculation_error(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{speculation_key(name)}={value!r}: must be {allowed}")
-
-
-def _is_number(value: object, kinds: Any) -> bool:
-    """True is no 1 here."""
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if not _is_number(value, int) or value < low:
-        raise ConfigError(f"{option(name)}={value!r}: must be an integer of at least {low}")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{option(name)}={value!r}: must be one of {', '.join(allowed)}")

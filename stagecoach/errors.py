@@ -9,8 +9,11 @@ StagecoachError
 ├── ServerError            a server that a client command talks to refused or broke off
 ├── NonFiniteError         what one request computed is not finite; only that request ends
 ├── GrammarError           the grammar of one request cannot go on; only that request ends
+├── LethalRequestError     workers died whenever they computed one request; only that one ends
 └── EngineDeadError        the engine ended while somebody waited
     ├── WorkerDiedError    a worker process ended or raised
+    ├── RendezvousError    the hosts of an engine did not come together; names host and reason
+    ├── HostLostError      a host of a running engine ended or was cut off; names it
     ├── PlanDivergenceError  a worker executed other plans than the head made
     └── StalledError       requests wait and nothing can be planned; names what blocks each
 
@@ -28,7 +31,16 @@ class ConfigError(StagecoachError, ValueError):
 
 
 class CapacityError(ConfigError):
-    """The configuration needs more memory than there is; the text carries the numbers."""
+    """The configuration needs more memory than there is; the text carries the numbers.
+
+    Attributes:
+        cause: the text without what would help.
+        remedies: options with values; each alone would do.
+    """
+
+    def __init__(self, cause: str, remedies: tuple[str, ...] = ()) -> None:
+        self.cause, self.remedies = cause, remedies
+        super().__init__(f"{cause}. It fits with {' or '.join(remedies)}" if remedies else cause)
 
 
 class CheckpointError(StagecoachError):
@@ -76,12 +88,27 @@ class GrammarError(StagecoachError):
     """
 
 
+class LethalRequestError(StagecoachError):
+    """Workers died whenever they computed this request; the others go on without it.
+
+    Like NonFiniteError it is the `error` of a completion, not raised in a caller.
+    """
+
+
 class EngineDeadError(StagecoachError):
     """The engine is gone; every request that waited for it ends with this error."""
 
 
 class WorkerDiedError(EngineDeadError):
     """A worker process ended or raised; the text names the worker and its last words."""
+
+
+class RendezvousError(EngineDeadError):
+    """The hosts of an engine did not come together; the text names the host and what is wrong."""
+
+
+class HostLostError(EngineDeadError):
+    """A host of a running engine ended or was cut off; the text names it."""
 
 
 class PlanDivergenceError(EngineDeadError):

@@ -22,6 +22,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested too deeply") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value

@@ -32,6 +32,7 @@ from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgres
 from stagecoach.engine.step_trace import trace_events
 from stagecoach.errors import CheckpointError, RequestError
 from stagecoach.live_request import Event, LiveRequest
+from stagecoach.observe.transfer_rate import TransferRate
 from stagecoach.outputs import RequestAssembler, RequestOutput
 from stagecoach.request import SamplingParams
 from stagecoach.resolve import resolve
@@ -357,10 +358,12 @@ class _LoadBar:
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             is_shown=is_shown,
         )
-        self._task = self._bar.add_task("Loading weights", total=None)
+        self._task = self._bar.add_task("Loading weights", total=None, rate="")
+        self._rate = TransferRate()
         self._bytes: dict[str, tuple[int, int]] = {}
         self._graphs: dict[str, tuple[int, int]] = {}
 
@@ -379,7 +382,8 @@ class _LoadBar:
             counts, text = self._graphs, "Capturing graphs"
             counts[progress.worker] = (progress.num_captured, progress.num_graphs)
         done, total = map(sum, zip(*counts.values(), strict=True))
-        self._bar.update(self._task, description=text, completed=done, total=total)
+        rate = self._rate.describe(done, total) if counts is self._bytes else ""
+        self._bar.update(self._task, description=text, completed=done, total=total, rate=rate)
 
 
 def _progress_bar(*columns: ProgressColumn, is_shown: bool) -> ProgressBar:

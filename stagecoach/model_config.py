@@ -15,9 +15,7 @@ from typing import Any
 from stagecoach.config_keys import ConfigKeys
 from stagecoach.errors import CheckpointError, ConfigError
 from stagecoach.json_file import read_json_object
-
-# How packed experts are stored, as compressed-tensors calls it.
-_PACKED_FORMAT = "mxfp4-pack-quantized"
+from stagecoach.quantization_config import has_packed_experts, refuse_other_files
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -128,6 +126,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
     eos_token_ids: tuple[int, ...]
     tensor_prefix: str  # "language_model." for Kimi-K3, "" for Kimi-Linear
+    has_packed_experts: bool = False  # its config says that routed experts are stored as MXFP4
 
     @property
     def num_layers(self) -> int:
@@ -155,6 +154,9 @@ def load_model_config(folder: Path, overrides: dict[str, Any] | None = None) -> 
     path = folder / "config.json"
     if not path.exists():
         raise CheckpointError(f"{folder}: no config.json")
+    other = folder / "hf_quant_config.json"
+    if other.exists():
+        refuse_other_files(other.name, read_json_object(other))
     merged = _apply_overrides(read_json_object(path), overrides or {})
     return parse_model_config(merged, _generation_eos(folder))
 
@@ -248,6 +250,7 @@ def parse_model_config(root: dict[str, Any], generation_eos: Any = None) -> Mode
             )
         ),
         tensor_prefix=prefix,
+        has_packed_experts=_has_packed_experts(root, keys),
     )
 
 
@@ -329,18 +332,17 @@ def _check_fixed_values(keys: ConfigKeys) -> None:
             f"config.json: num_key_value_heads={keys.get('num_key_value_heads')} must equal "
             f"num_attention_heads={num_heads}"
         )
-    if keys.get("quantization_config") is not None:
-        packing = keys.section("quantization_config").get("format")
-        if packing != _PACKED_FORMAT:
-            raise ConfigError(
-                f"config.json: quantization_config.format={packing!r} is not supported "
-                f"({_PACKED_FORMAT})"
-            )
     if keys.get("num_nextn_predict_layers", 0):
         raise ConfigError(
             f"config.json: num_nextn_predict_layers={keys.get('num_nextn_predict_layers')} "
             "is not supported (MTP layers belong to a checkpoint of their own)"
         )
+
+
+def _has_packed_experts(root: dict[str, Any], keys: ConfigKeys) -> bool:
+    """The key is in the text model's object, or at the root in checkpoints of other makers."""
+    at_root = has_packed_experts(ConfigKeys(root))
+    return has_packed_experts(keys) or at_root
 
 
 def _checkpoint_dtype(root: dict[str, Any], text: dict[str, Any]) -> str:

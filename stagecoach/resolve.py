@@ -4,6 +4,7 @@ Owns the order of the steps: find the checkpoint, read its config, refuse what c
 settle what was left open. Runs once, before any process starts; reads no weights.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -20,11 +21,16 @@ from stagecoach.config import (
     option,
     speculation_key,
 )
+from stagecoach.costs.engine_costs import step_costs
+from stagecoach.costs.machine import H200
+from stagecoach.costs.step_time import StepShape
 from stagecoach.draft_config import load_draft_config
 from stagecoach.errors import CapacityError, ConfigError
 from stagecoach.model_config import ModelConfig, load_model_config
 from stagecoach.observe.log import get_logger
-from stagecoach.pipeline.partition import partition
+from stagecoach.pipeline.partition import estimate_layer_costs, partition, time_layer_costs
+from stagecoach.pipeline.topology import Topology
+from stagecoach.quantization_rules import check_rows
 
 _LOG = get_logger(__name__)
 
@@ -32,10 +38,15 @@ _LOG = get_logger(__name__)
 _GPU_CAPABILITY = 9
 # Beyond that a further request makes a step read few experts more.
 _BUSY_REQUESTS = 16
+_BUSY_CONTEXT = 2048
 
 
-def resolve(engine: EngineConfig) -> ResolvedConfig:
+def resolve(engine: EngineConfig, device_elsewhere: str | None = None) -> ResolvedConfig:
     """Settle every value that was left to the model or the machine.
+
+    Args:
+        device_elsewhere: cpu or cuda, where the engine would run on other machines: then nothing
+            of this one is looked at.
 
     Raises:
         ConfigError: no such folder of the model or the draft, a value of its config.json that is
@@ -52,25 +63,22 @@ def resolve(engine: EngineConfig) -> ResolvedConfig:
         speculation = _resolve_speculation(engine.speculative_config)
     draft = speculation.draft if speculation else None
     compatibility.check(Combination(engine, model, draft))
-    device = _device(engine)
-    _check_host_tier(engine)
-    return ResolvedConfig(
+    device = device_elsewhere or _device(engine)
+    if device_elsewhere is None:
+        _check_host_tier(engine)
+    dtype = _dtype(engine, model, device)
+    check_rows(engine, device, dtype)
+    config = ResolvedConfig(
         engine=engine,
         model=model,
         checkpoint=folder,
-        dtype=_dtype(engine, model, device),
+        dtype=dtype,
         max_model_len=engine.max_model_len or model.max_position_embeddings,
-        partition=partition(
-            model,
-            engine.pipeline_parallel_size,
-            engine.pp_partition,
-            draft,
-            speculation.num_speculative_tokens if speculation else 0,
-            _balanced_requests(engine, device),
-        ),
+        partition=(),
         speculation=speculation,
         device=device,
     )
+    return dataclasses.replace(config, partition=_partition(config))
 
 
 def _load_model(folder: Path, engine: EngineConfig) -> ModelConfig:
@@ -105,7 +113,9 @@ def _check_host_tier(engine: EngineConfig) -> None:
     """Memory that is promised but not there would end a worker once it is written."""
     size = engine.kv_offloading_size
     free_gib = psutil.virtual_memory().available / 2**30
-    if size is not None and size > free_gib:
+    # Of several hosts each has its workers' share.
+    num_here = len(Topology.of(engine).host_ranks(engine.node_rank, engine.nnodes))
+    if size is not None and size * num_here / engine.num_workers > free_gib:
         raise CapacityError(
             f"{option('kv_offloading_size')}={size:g}: more GiB than this host has free "
             f"({free_gib:.2f})"
@@ -116,7 +126,7 @@ def _device(engine: EngineConfig) -> str:
     """cpu or cuda. Threads of one process share a GPU; processes have one each."""
     if engine.device == "cpu" or (engine.device == "auto" and engine.dtype == "float64"):
         return "cpu"
-    num_needed = 1 if engine.distributed_executor_backend == "uni" else engine.num_workers
+    num_needed = _num_gpus_here(engine)
     has_cuda = visible_gpus.torch_has_cuda()
     if engine.device == "auto":
         if has_cuda and visible_gpus.count(_GPU_CAPABILITY) >= num_needed:
@@ -138,18 +148,37 @@ def _device(engine: EngineConfig) -> str:
         f"{option('device')}=cuda: {num_gpus} GPUs are visible, but "
         f"{option('pipeline_parallel_size')}={engine.pipeline_parallel_size} and "
         f"{option('tensor_parallel_size')}={engine.tensor_parallel_size} take {num_needed}"
+        f"{' on this host' if engine.nnodes > 1 else ''}"
     )
 
 
-def _balanced_requests(engine: EngineConfig, device: str) -> int:
-    """Requests of the decode step that stages are balanced for.
-
-    A GPU takes about as long as its weights take to be read, so the step of a busy engine counts,
-    in which a stage runs its share of the requests.
-    """
-    if device == "cpu":
+def _num_gpus_here(engine: EngineConfig) -> int:
+    """GPUs that this host must have."""
+    is_shared = engine.distributed_executor_backend == "uni"
+    if engine.launcher == "ray" and engine.device == "cuda":
+        # This process may have none, and those that have are found later.
+        return 0
+    # There it is known later who runs where; the process of a rank sees one at least.
+    if is_shared or engine.launcher != "local":
         return 1
-    return max(1, min(_BUSY_REQUESTS, engine.max_num_seqs // engine.pipeline_parallel_size))
+    return len(Topology.of(engine).host_ranks(engine.node_rank, engine.nnodes))
+
+
+def _partition(config: ResolvedConfig) -> tuple[int, ...]:
+    """Balanced for a CPU by what one request's step reads; for GPUs by the estimated time of the
+    step of a busy engine, in which a stage runs its share of the requests."""
+    engine, num_stages = config.engine, config.engine.pipeline_parallel_size
+    if config.device == "cpu":
+        draft = config.speculation.draft if config.speculation else None
+        costs = estimate_layer_costs(config.model, draft, config.num_draft_tokens)
+    else:
+        cohort = max(1, min(_BUSY_REQUESTS, engine.max_num_seqs // num_stages))
+        busy = StepShape(
+            num_windows=cohort, width=1 + config.num_draft_tokens, context=_BUSY_CONTEXT
+        )
+        # Other kinds of GPUs have other rates, in about the same proportions.
+        costs = time_layer_costs(step_costs(config, H200), busy)
+    return partition(costs, num_stages, engine.pp_partition)
 
 
 def _dtype(engine: EngineConfig, model: ModelConfig, device: str) -> str:

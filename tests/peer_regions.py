@@ -35,6 +35,7 @@ def give_kernel(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     give_to_stage(
         x_ptr, counts_ptr, flags_ptr, data_ptr, distances_ptr, num_values, tiles,
@@ -59,6 +60,7 @@ def take_kernel(
     TILE: tl.constexpr,
     SUMS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     take_from_stage(
         x_ptr, out_ptr, counts_ptr, flags_ptr, data_ptr, num_values, tiles,
@@ -79,6 +81,7 @@ def give_words_kernel(
     MAX_WORDS: tl.constexpr,
     TILE: tl.constexpr,
     SUMMED_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     give_words(x_ptr, counts_ptr, marked_ptr, distances_ptr, num_words, RANK, SIZE, MAX_WORDS, TILE)
 
@@ -96,6 +99,7 @@ def take_words_kernel(
     MAX_WORDS: tl.constexpr,
     TILE: tl.constexpr,
     SUMMED_BYTES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     take_words(
         x_ptr, out_ptr, counts_ptr, marked_ptr, num_words, RANK, SIZE, MAX_WORDS, TILE, SUMMED_BYTES

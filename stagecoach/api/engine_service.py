@@ -1,4 +1,4 @@
-"""The engine as the server has it: loading, serving, draining or dead.
+"""The engine as the server has it: loading, serving, recovering, draining or dead.
 
 Owns the engine client, what is open, and the judgement whether the server is well. Knows
 requests only as generations.
@@ -255,12 +255,16 @@ class EngineService:
             return Condition("draining", f"{len(self._open)} requests are open")
         if not self._is_ready:
             return Condition("loading", f"the model is loading{self._loaded}")
-        return Condition("ok")
+        reason = self._client.recovering_from if self._client is not None else None
+        return Condition("ok") if reason is None else Condition("recovering", reason)
 
     async def health(self) -> Condition:
         """The same, and whether the engine loop answers and gets on with its work."""
         condition = self.condition()
         if condition.status not in ("ok", "draining") or self._client is None:
+            return condition
+        if self._client.recovering_from is not None:
+            # It drains, and no step can come yet.
             return condition
         try:
             stats = await self._ask(self._client)

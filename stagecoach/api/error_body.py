@@ -18,6 +18,7 @@ from starlette.responses import Response
 from stagecoach.errors import (
     EngineDeadError,
     GrammarError,
+    LethalRequestError,
     NonFiniteError,
     PromptTooLongError,
     RequestError,
@@ -112,6 +113,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_REQUEST_CODES = {NonFiniteError: "non_finite", LethalRequestError: "lethal_request"}
 _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -134,8 +136,8 @@ def failure_of(error: BaseException) -> Failure:
         case GrammarError():
             # Of the client's making: the same request would end the same way again.
             return _failure(400, _named(error), code="grammar_limit")
-        case NonFiniteError():
-            return _failure(500, _named(error), code="non_finite")
+        case NonFiniteError() | LethalRequestError():
+            return _failure(500, _named(error), code=_REQUEST_CODES[type(error)])
         case EngineDeadError():
             return _failure(503, _named(error), code="engine_dead")
         case HTTPException(status_code=status):

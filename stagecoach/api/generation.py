@@ -13,7 +13,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from stagecoach.api.error_body import HttpError
 from stagecoach.api.request_watch import RequestWatch
-from stagecoach.errors import GrammarError, NonFiniteError, StagecoachError, error_class
+from stagecoach.errors import (
+    GrammarError,
+    LethalRequestError,
+    NonFiniteError,
+    StagecoachError,
+    error_class,
+)
 from stagecoach.live_request import Event, LiveRequest
 from stagecoach.outputs import CompletionOutput, RequestOutput
 
@@ -171,5 +177,5 @@ def _error_of(text: str) -> StagecoachError:
     """The error that ended a completion, which opens with the name of its class."""
     name, _, reason = text.partition(": ")
     kind = error_class(name)
-    is_its_own = issubclass(kind, NonFiniteError | GrammarError)
+    is_its_own = issubclass(kind, NonFiniteError | GrammarError | LethalRequestError)
     return kind(reason) if is_its_own else StagecoachError(text)

@@ -1,6 +1,6 @@
 """What the prefix cache has done since the start and what it holds, as it is told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import msgspec
 
@@ -29,6 +29,14 @@ class PrefixCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     num_mismatches: int = 0  # and found different: entries in quarantine
     num_unverified: int = 0  # verifications begun and given up, for want of memory
 
+    def after(self, earlier: "PrefixCacheStats") -> "PrefixCacheStats":
+        """The same together with what an earlier cache, which is gone, had counted."""
+        counts = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTS}
+        evictions = dict(earlier.evictions)
+        for cause, count in self.evictions.items():
+            evictions[cause] = evictions.get(cause, 0) + count
+        return msgspec.structs.replace(self, evictions=evictions, **counts)
+
     @property
     def hit_rate(self) -> float | None:
         """Share of all prompt tokens that a hit spared; None before the first query."""
@@ -54,3 +62,14 @@ class CacheCounts:
         self.num_query_tokens += num_prompt_tokens
         self.num_hits += position > 0
         self.num_hit_tokens += position
+
+
+# Those of PrefixCacheStats that only grow; the others say what is there now.
+_COUNTS = (
+    *(item.name for item in fields(CacheCounts)),
+    "num_stored",
+    "num_loaded",
+    "num_verified",
+    "num_mismatches",
+    "num_unverified",
+)

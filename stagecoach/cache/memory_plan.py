@@ -89,7 +89,7 @@ def plan_memory(
         _check_override(num_gpu_blocks_override)
         least_pages = most_pages = num_gpu_blocks_override
     elif (fitting := _most_pages(needs, num_live_slots, most_pages)) < least_pages:
-        raise CapacityError(_explain(needs, max_num_seqs, max_model_len, block_size, fitting))
+        raise _shortage(needs, max_num_seqs, max_model_len, block_size, fitting)
     num_checkpoints = max_state_checkpoints
     if num_checkpoints is None:
         num_checkpoints = _share_of_checkpoints(
@@ -100,9 +100,7 @@ def plan_memory(
     if num_gpu_blocks_override is None:
         num_pages = _most_pages(needs, num_slots, most_pages)
         if num_pages < least_pages:
-            raise CapacityError(
-                _explain_checkpoints(needs, num_live_slots, least_pages, num_checkpoints)
-            )
+            raise _shortage_of_checkpoints(needs, num_live_slots, least_pages, num_checkpoints)
     plan = MemoryPlan(num_pages=num_pages, num_slots=num_slots)
     return plan if kv_offloading_size is None else _with_host(plan, needs, kv_offloading_size)
 
@@ -193,9 +191,9 @@ def _with_host(plan: MemoryPlan, needs: Sequence[MemoryNeeds], gib: float) -> Me
     return msgspec.structs.replace(plan, num_host_pages=num_pages, num_host_slots=num_slots)
 
 
-def _explain_checkpoints(
+def _shortage_of_checkpoints(
     needs: Sequence[MemoryNeeds], num_live_slots: int, least_pages: int, num_checkpoints: int
-) -> str:
+) -> CapacityError:
     """Why so many checkpoints were refused, and which change of one option alone would help."""
 
     def needed_bytes(need: MemoryNeeds) -> int:
@@ -205,18 +203,16 @@ def _explain_checkpoints(
     worker, tightest = max(
         enumerate(needs), key=lambda item: needed_bytes(item[1]) - item[1].available_bytes
     )
-    return (
+    return CapacityError(
         f"too little memory for --max-state-checkpoints={num_checkpoints}: the worker of rank "
         f"{worker} may use {max(0, tightest.available_bytes)} bytes ({tightest.option}) and needs "
         f"{needed_bytes(tightest)}: {num_live_slots} state slots of {tightest.bytes_per_slot} "
         f"bytes, {least_pages} pages of {tightest.bytes_per_page} bytes for one longest request, "
-        f"and {num_checkpoints} checkpoints of {tightest.bytes_per_slot} bytes. It fits with "
-        + " or ".join(
-            [
-                *_more_memory(needs, needed_bytes),
-                f"--max-state-checkpoints={_most_checkpoints(needs, num_live_slots, least_pages)}",
-            ]
-        )
+        f"and {num_checkpoints} checkpoints of {tightest.bytes_per_slot} bytes",
+        (
+            *_more_memory(needs, needed_bytes),
+            f"--max-state-checkpoints={_most_checkpoints(needs, num_live_slots, least_pages)}",
+        ),
     )
 
 
@@ -235,13 +231,13 @@ def _more_memory(
     return [f"--gpu-memory-utilization={percent / 100:g}"] if percent <= 100 else []
 
 
-def _explain(
+def _shortage(
     needs: Sequence[MemoryNeeds],
     max_num_seqs: int,
     max_model_len: int,
     block_size: int,
     num_pages: int,
-) -> str:
+) -> CapacityError:
     """Why it does not fit, and which change of one option alone would help."""
     num_slots = NUM_RESERVED_SLOTS + max_num_seqs
     least_pages = NUM_RESERVED_PAGES + -(-max_model_len // block_size)
@@ -265,11 +261,11 @@ def _explain(
         remedies.append(f"--max-num-seqs={fitting_seqs}")
     if fitting_length >= 1:
         remedies.append(f"--max-model-len={fitting_length}")
-    return (
+    return CapacityError(
         f"too little memory for pages and state slots: the worker of rank {worker} may use "
         f"{max(0, tightest.available_bytes)} bytes ({tightest.option}) and needs "
         f"{needed_bytes(tightest)}: {num_slots} state slots of {tightest.bytes_per_slot} bytes "
         f"for --max-num-seqs={max_num_seqs}, and {least_pages} pages of "
-        f"{tightest.bytes_per_page} bytes for one request of --max-model-len={max_model_len}. "
-        f"It fits with {' or '.join(remedies or [_MORE_WORKERS])}"
+        f"{tightest.bytes_per_page} bytes for one request of --max-model-len={max_model_len}",
+        tuple(remedies or [_MORE_WORKERS]),
     )

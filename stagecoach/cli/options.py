@@ -29,6 +29,8 @@ _METAVARS = {
     "hf_overrides": "JSON",
     "speculative_config": "JSON",
     "dtype": "NAME",
+    "online_quantization_include": "PATTERNS",
+    "online_quantization_exclude": "PATTERNS",
 }
 
 
@@ -220,6 +222,8 @@ def _parse(name: str, value: Any) -> Any:
             return tuple(int(part) for part in str(value).split(","))
         except ValueError:
             raise ConfigError(f"{option(name)}={value}: must be numbers, as in 5,4") from None
+    if name.startswith("online_quantization_") and isinstance(value, str):
+        return tuple(value.split(","))
     if name in ("hf_overrides", "speculative_config") and isinstance(value, str):
         value = _parse_object(name, value)
     return SpeculativeConfig.parse(value) if name == "speculative_config" else value

@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagecoach import compatibility
+from stagecoach import compatibility, support_table
 
 
 def support(
@@ -14,13 +14,13 @@ def support(
 ) -> None:
     """Print what is supported with which stages and ranks, and what is refused and why."""
     if markdown:
-        typer.echo(compatibility.render_markdown(), nl=False)
+        typer.echo(support_table.render_markdown(), nl=False)
         return
     features = Table(title="What runs on which layout")
     features.add_column("", overflow="fold")
-    for layout, _ in compatibility.LAYOUTS:
+    for layout, _ in support_table.LAYOUTS:
         features.add_column(layout, overflow="fold")
-    for row in compatibility.support_table():
+    for row in support_table.support_table():
         features.add_row(row.feature, *row.cells)
     refused = Table(title="What is refused before anything starts")
     for name in ("rule", "what must hold", "why"):

@@ -18,11 +18,15 @@ def cache_identity(config: ResolvedConfig) -> str:
 
     Weights are known by their folder, and by the seed where they are random. Pages hold the
     draft's rows as well, so the draft belongs to it. How the model is split does not: every
-    rank keeps its part of the same values.
+    rank keeps its part of the same values, unless it quantises its own columns while it loads.
     """
     parts = [str(config.checkpoint), repr(config.model), f"dummy seed {config.dummy_seed}"]
+    parts += [repr(config.quantization), f"rows {config.cache_dtype}"]
+    if config.quantization.fp8 is not None:
+        parts.append(f"tp {config.engine.tensor_parallel_size}")
     if config.speculation is not None:
         parts += [str(config.speculation.checkpoint), repr(config.speculation.draft)]
+        parts += [repr(config.draft_quantization), f"draft rows {config.draft_cache_dtype}"]
     return "\n".join(parts)
 
 

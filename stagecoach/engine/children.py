@@ -1,4 +1,4 @@
-"""What runs in the processes and threads that `launch.py` starts.
+"""What runs in the processes and threads that an engine is made of.
 
 Imports of torch and of all that needs it stand inside the workers' functions: the engine
 loop imports this module too, and must stay free of torch.
@@ -7,30 +7,42 @@ loop imports this module too, and must stay free of torch.
 import fcntl
 import os
 import shutil
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config import ResolvedConfig, option
+from stagecoach.engine.contact import Contact, HostGate
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import WorkerFailed
 from stagecoach.engine.ports import QueueHub, WorkerPort, ZmqLoopPort, ZmqWorkerPort
-from stagecoach.errors import StagecoachError, WorkerDiedError
+from stagecoach.errors import RendezvousError, StagecoachError, WorkerDiedError
 from stagecoach.observe import log
 from stagecoach.pipeline.topology import Topology, WorkerId
 
 if TYPE_CHECKING:
     import torch
 
+    from stagecoach.pipeline.links import Links
+
 _logger = log.get_logger(__name__)
 
 
-def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None:
-    """Main function of the engine loop's process."""
+def run_loop(
+    config: ResolvedConfig, folder: Path, gate: HostGate | None, lifeline: Connection
+) -> None:
+    """Main function of the engine loop's process; `gate`: where other hosts come in."""
     _clean_up_after_owner(lifeline, folder)
     log.configure("engine", level=config.engine.log_level)
-    port = ZmqLoopPort(folder, config.engine.num_workers)
+    if gate is None:
+        port = ZmqLoopPort(folder, config.engine.num_workers)
+    else:
+        port = ZmqLoopPort(folder, config.engine.num_workers, gate.address, gate.keys)
+        gate.told.send(port.plan_channel)
     try:
         EngineLoop(config, port, prepares_grammars=True).run()
     except StagecoachError as error:
@@ -41,25 +53,56 @@ def run_loop(config: ResolvedConfig, folder: Path, lifeline: Connection) -> None
         port.close()
 
 
+def run_store(listener: socket.socket, lifeline: Connection) -> None:
+    """Main function of the process that has the store where workers of several hosts meet."""
+    from stagecoach.pipeline.rendezvous import serve_store
+
+    store = serve_store(listener)
+    wait([lifeline])
+    del store
+
+
 def run_worker(
-    config: ResolvedConfig, worker: WorkerId, folder: Path, lifeline: Connection
+    config: ResolvedConfig,
+    worker: WorkerId,
+    contact: Contact,
+    generation: int,
+    lifeline: Connection,
 ) -> None:
-    """Main function of a worker process."""
+    """Main function of a worker process.
+
+    Args:
+        generation: 0 at the engine's start; otherwise this worker takes a lost one's place, and
+            waits with its weights for the others.
+    """
     from stagecoach.engine.worker import Worker
     from stagecoach.pipeline import process_links
+    from stagecoach.pipeline.renewable_links import RenewableLinks
 
     _die_with_owner(lifeline)
     log.configure(worker.name, level=config.engine.log_level)
-    _set_environment(config)
-    _use_threads(config)
-    port = ZmqWorkerPort(folder, worker.rank)
+    _set_environment(config, contact)
+    _use_threads(config, contact.hosts.count(contact.hosts[worker.rank]))
+    port = ZmqWorkerPort(contact.plan_channel, worker.rank, contact.keys)
     status = 0
     try:
         _flush_subnormals()
-        device = _use_device(config, worker)
-        topology = Topology.of(config.engine)
-        links = process_links.connect(worker, topology, folder / "rendezvous", device)
-        Worker(config, worker, links, port).run()
+        device = _use_device(config, contact.place_on_host(worker.rank))
+        if config.engine.recover:
+            renewable = RenewableLinks(
+                worker,
+                Topology.of(config.engine),
+                lambda number: _connect(config, worker, contact, number, device, port),
+                # What a GPU has begun waits for others for ever.
+                process_links.disconnect if device.type == "cpu" else None,
+            )
+            links = renewable.apart() if generation else renewable.meet(0)
+            Worker(config, worker, links, port, renewable=renewable, clock=contact.clock).run(
+                generation
+            )
+        else:
+            links = _connect(config, worker, contact, generation, device, port)
+            Worker(config, worker, links, port, clock=contact.clock).run()
         process_links.disconnect()
     except Exception as error:  # noqa: BLE001 - the process ends here and says why
         _report(port, worker, error)
@@ -80,7 +123,7 @@ def start_worker_threads(
     from stagecoach.engine.worker import Worker
     from stagecoach.pipeline.thread_links import ThreadMesh
 
-    _use_threads(config)
+    _use_threads(config, topology.num_workers)
     mesh = ThreadMesh(topology)
     meeting = threading.Barrier(topology.num_workers)
 
@@ -96,7 +139,7 @@ def start_worker_threads(
         port = hub.worker_port(worker.rank)
         try:
             _flush_subnormals()
-            device = _use_device(config, worker)
+            device = _use_device(config, worker.rank)
             links = mesh.links(worker, device)
             Worker(config, worker, links, port, after_load=meet).run()
         except Exception as error:  # noqa: BLE001 - the thread ends here and says why
@@ -113,6 +156,54 @@ def start_worker_threads(
     return threads
 
 
+def _connect(
+    config: ResolvedConfig,
+    worker: WorkerId,
+    contact: Contact,
+    generation: int,
+    device: "torch.device",
+    port: WorkerPort,
+) -> "Links":
+    """This worker's links of one generation; this process ends where they take too long.
+
+    Raises:
+        RendezvousError: the workers do not reach each other.
+    """
+    from stagecoach.pipeline import process_links
+
+    with _within(contact.rendezvous.timeout_seconds, port, worker):
+        return process_links.connect(
+            worker,
+            Topology.of(config.engine),
+            contact.rendezvous,
+            device,
+            generation=generation,
+            hosts=contact.hosts,
+        )
+
+
+@contextmanager
+def _within(seconds: float, port: WorkerPort, worker: WorkerId) -> Iterator[None]:
+    """End this process with a word where links take longer: a library may wait in vain for ever."""
+
+    def give_up() -> None:
+        text = (
+            f"the workers did not find each other within {seconds:g} s "
+            f"({option('distributed_timeout_seconds')})"
+        )
+        _report(port, worker, RendezvousError(text))
+        port.close()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
     if not isinstance(error, StagecoachError):
         _logger.error("%s failed", worker.name, exc_info=error)
@@ -120,36 +211,41 @@ def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
     port.send(WorkerFailed(worker=worker.name, kind=type(error).__name__, reason=reason))
 
 
-def _set_environment(config: ResolvedConfig) -> None:
+def _set_environment(config: ResolvedConfig, contact: Contact) -> None:
     """What libraries of this process read once, when they start."""
-    # Traffic stays on the loopback interface; gloo would otherwise pick one by host name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # On one host traffic stays on the loopback interface; gloo would pick one by host name.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if contact.is_interface_chosen:
+            os.environ[name] = contact.interface
+        os.environ.setdefault(name, contact.interface)
     if config.device == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # No multicast over NVLink: the fabric may be shared with other guests of the host.
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         # A warning about ways that share a communicator; each has its own.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # It warns that sends wait for each other; each way has a communicator of its own.
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def _use_device(config: ResolvedConfig, worker: WorkerId) -> "torch.device":
+def _use_device(config: ResolvedConfig, place: int) -> "torch.device":
     """The worker's device, from now on the current one of this thread.
 
-    Workers take GPUs in the order of their ranks; threads share them where there are fewer.
+    Workers of a host take its GPUs in the order of their ranks; threads share them where there are
+    fewer, and a process that sees one takes that.
     """
     import torch
 
     if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", worker.rank % torch.cuda.device_count())
+    from stagecoach.kernels import kernel_cache
+
+    kernel_cache.use_writable_folder()
+    device = torch.device("cuda", place % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def _use_threads(config: ResolvedConfig) -> None:
+def _use_threads(config: ResolvedConfig, num_workers: int) -> None:
+    """`num_workers`: those that share the cores of this host."""
     import torch
 
     num_threads = config.engine.num_threads
@@ -157,7 +253,7 @@ def _use_threads(config: ResolvedConfig) -> None:
         # A core is left to the engine loop and its client: torch's threads spin while they
         # wait for each other, and lose far more to a busy core than a further thread gains.
         num_cores = len(os.sched_getaffinity(0)) - 1
-        num_threads = max(1, num_cores // config.engine.num_workers)
+        num_threads = max(1, num_cores // num_workers)
     torch.set_num_threads(num_threads)
 
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from stagecoach.config import ResolvedConfig
-from stagecoach.engine.launch import RunningEngine, launch
+from stagecoach.engine.child_processes import Ending
+from stagecoach.engine.launch import ProcessEngine, RunningEngine, launch
 from stagecoach.engine.messages import (
     Abort,
     CaptureProgress,
@@ -27,17 +28,28 @@ from stagecoach.engine.messages import (
     LoadProgress,
     Outputs,
     ProfileAnswer,
+    RecoveryBegan,
+    RecoveryEnded,
     RequestRefused,
     ResetPrefixCache,
+    RespawnWorkers,
     StartProfile,
     StopProfile,
     Submit,
     Timeline,
     ToClient,
     ToEngine,
+    WorkersEnded,
 )
 from stagecoach.engine.ports import CLIENT_SHIFT
-from stagecoach.errors import EngineDeadError, RequestError, StagecoachError, error_class
+from stagecoach.errors import (
+    EngineDeadError,
+    HostLostError,
+    RequestError,
+    StagecoachError,
+    WorkerDiedError,
+    error_class,
+)
 from stagecoach.request import MAX_SEED, SamplingParams, check_prompt
 from stagecoach.schedule.commit import Progress
 
@@ -94,7 +106,10 @@ class EngineClient:
         self._has_pinged = False
         self._ready = threading.Event()
         self.ready: EngineReady | None = None
+        self._recovering_from: str | None = None
         self._engine = attached_to or launch(config)
+        if config.engine.recover and isinstance(self._engine, ProcessEngine):
+            self._engine.endings_handler = self._report_endings
         self._receiver = threading.Thread(target=self._receive, name="engine client", daemon=True)
         self._receiver.start()
         # A script that ends without close() must not leave by force what can end in order.
@@ -121,6 +136,11 @@ class EngineClient:
     @property
     def engine(self) -> RunningEngine:
         return self._engine
+
+    @property
+    def recovering_from(self) -> str | None:
+        """Why nothing is computed at present, while lost workers are brought back; or None."""
+        return self._recovering_from
 
     @property
     def failure(self) -> StagecoachError | None:
@@ -278,8 +298,9 @@ class EngineClient:
         self._is_closed = True
         atexit.unregister(self.close)
         self._receiver.join()
-        # While it loads there is nothing to lose, and a worker may be deaf.
-        self._engine.stop(in_order=in_order and self.ready is not None)
+        # While workers load there is nothing to lose, and they may be deaf.
+        is_serving = self.ready is not None and self._recovering_from is None
+        self._engine.stop(in_order=in_order and is_serving)
         self._fail(EngineDeadError("the engine was closed"))
 
     def forget_client(self, client: int) -> None:
@@ -350,18 +371,48 @@ class EngineClient:
                 | Timeline(query_id=query_id)
                 | ProfileAnswer(query_id=query_id)
             ):
-                question = self._questions.get(query_id)
-                if question is not None:
-                    question.answer = message
-                    question.is_over.set()
+                self._answer(query_id, message)
             case LoadProgress() | CaptureProgress():
                 if self._on_load_progress is not None:
                     self._on_load_progress(message)
             case EngineReady():
                 self.ready = message
                 self._ready.set()
+            case RespawnWorkers() | RecoveryBegan() | RecoveryEnded():
+                self._follow_recovery(message)
             case EngineFailed(kind=kind, reason=reason):
                 self._fail(self._first_cause(error_class(kind)(reason)))
+
+    def _follow_recovery(self, message: RespawnWorkers | RecoveryBegan | RecoveryEnded) -> None:
+        match message:
+            case RespawnWorkers(ranks=ranks, generation=generation):
+                assert isinstance(self._engine, ProcessEngine), "asked of one that owns processes"
+                try:
+                    self._engine.respawn(ranks, generation)
+                except WorkerDiedError as error:
+                    self._fail(error)
+            case RecoveryBegan(reason=reason):
+                self._recovering_from = reason
+            case RecoveryEnded():
+                self._recovering_from = None
+
+    def _report_endings(self, endings: tuple[Ending, ...]) -> bool:
+        """Tell the loop of workers that ended; False where it cannot do without them."""
+        if self.ready is None or self._failure is not None:
+            return False
+        message = WorkersEnded(
+            ranks=tuple(ending.rank for ending in endings if ending.rank is not None),
+            generations=tuple(ending.generation for ending in endings),
+            reason="; ".join(f"{ending.name} {ending.words}" for ending in endings),
+        )
+        self._engine.port.send(message)
+        return True
+
+    def _answer(self, query_id: int, message: ToClient) -> None:
+        question = self._questions.get(query_id)
+        if question is not None:
+            question.answer = message
+            question.is_over.set()
 
     def _deliver(self, progress: Progress) -> None:
         with self._lock:
@@ -382,7 +433,14 @@ class EngineClient:
         if not isinstance(reported, EngineDeadError):
             return reported
         failure = self._engine.failure(_CAUSE_SECONDS)
-        return failure if failure is not None and "killed" in str(failure) else reported
+        if isinstance(failure, HostLostError):
+            return failure
+        if failure is None or "killed" not in str(failure):
+            return reported
+        if self.config.engine.recover:
+            # Why it was not overcome is the loop's to say.
+            return type(reported)(f"{failure}; {reported}")
+        return failure
 
     def _fail(self, failure: StagecoachError) -> None:
         with self._lock:

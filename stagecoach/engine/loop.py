@@ -8,7 +8,7 @@ is scheduled depends on the order of events and never on how fast they come.
 import time
 from collections.abc import Callable
 
-from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan_memory
+from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine import compiling
 from stagecoach.engine.compiling import CompilePool, Job
@@ -16,20 +16,19 @@ from stagecoach.engine.intake import Intake
 from stagecoach.engine.make_scheduler import make_scheduler
 from stagecoach.engine.messages import (
     Abort,
-    Allocate,
-    CaptureProgress,
     EngineFailed,
     EngineReady,
     EngineStats,
     ForgetClient,
-    FromWorker,
     GetStats,
     GetTimeline,
     Hello,
-    LoadProgress,
+    LinkBroken,
     Outputs,
     PlanDone,
     ProfileAnswer,
+    RecoveryBegan,
+    RecoveryEnded,
     ResetPrefixCache,
     RunPlan,
     Shutdown,
@@ -39,32 +38,32 @@ from stagecoach.engine.messages import (
     Submit,
     ToClient,
     ToEngine,
-    WorkerAllocated,
     WorkerFailed,
-    WorkerReady,
+    WorkersEnded,
 )
 from stagecoach.engine.mismatch_report import MismatchReporter
 from stagecoach.engine.ports import CLIENT_SHIFT, LoopPort
 from stagecoach.engine.profile_round import ProfileRounds
-from stagecoach.engine.step_profile import StepProfile, StepProfiler, StepTimes
+from stagecoach.engine.recovery import Recovery
+from stagecoach.engine.start_up import StartUp, seconds_left, worker_error
+from stagecoach.engine.step_profile import StepTimes
 from stagecoach.engine.telemetry import Telemetry
 from stagecoach.engine.token_masks import token_masks
 from stagecoach.errors import (
-    CheckpointError,
-    ConfigError,
     EngineDeadError,
+    LethalRequestError,
     PlanDivergenceError,
     StagecoachError,
     WorkerDiedError,
-    error_class,
 )
 from stagecoach.observe.log import get_logger
 from stagecoach.pipeline.topology import Topology
-from stagecoach.schedule.commit import Progress
+from stagecoach.schedule.commit import Progress, end_with
 from stagecoach.schedule.draft_policy import DraftPolicy
 from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.shadow import Verdict
 from stagecoach.schedule.step_plan import StepPlan, StepResult
+from stagecoach.schedule.suspects import Suspects
 
 _LOG = get_logger(__name__)
 
@@ -99,7 +98,7 @@ class EngineLoop:
         self._untold: list[tuple[StepResult, list[Progress]]] = []
         # Digests that workers which do not sample still owe, by step.
         self._unechoed: dict[int, tuple[bytes, int]] = {}
-        self._needs: list[MemoryNeeds] = []  # by rank
+        self._cache_needs: list[MemoryNeeds] | None = None  # by rank; None: nothing is cached
         self._scheduler: Scheduler | None = None
         self._intake: Intake | None = None
         self._compile_pool = CompilePool(
@@ -112,6 +111,12 @@ class EngineLoop:
         self._times = StepTimes(config.engine.pipeline_parallel_size)
         self._telemetry = Telemetry(config.engine.pipeline_parallel_size)
         self._profiles = ProfileRounds(port, config.engine.num_workers)
+        self._memory: MemoryPlan | None = None
+        self._recovery: Recovery | None = None
+        if config.engine.recover:
+            self._recovery = Recovery(config, port, self._serve_clients)
+        self._present_recovery: RecoveryBegan | None = None
+        self._suspects = Suspects()
         self._report_verdict = report_verdict or MismatchReporter(config.engine).report
 
     @property
@@ -124,7 +129,10 @@ class EngineLoop:
         try:
             self.start()
             while not self._is_stopping:
-                self.step()
+                try:
+                    self.step()
+                except WorkerDiedError as error:
+                    self._recover(error)
             self.tell()
             self._port.send_workers(Shutdown())
         except Exception as error:
@@ -145,45 +153,20 @@ class EngineLoop:
             PlanDivergenceError: a worker executed another plan while steps were measured.
         """
         began = time.monotonic()
-        engine = self._config.engine
-        needs: dict[int, MemoryNeeds] = {}
-        while len(needs) < engine.num_workers:
-            received = self._next_worker_message()
-            if received is None:
-                return
-            rank, message = received
-            if isinstance(message, WorkerReady):
-                needs[rank] = message.needs
-        self._needs = [needs[rank] for rank in range(engine.num_workers)]
-        memory = plan_memory(
-            self._needs,
-            max_num_seqs=engine.max_num_seqs,
-            max_model_len=self._config.max_model_len,
-            block_size=engine.block_size,
-            num_gpu_blocks_override=engine.num_gpu_blocks_override,
-            max_state_checkpoints=engine.max_state_checkpoints if self._is_caching else 0,
-            kv_offloading_size=engine.kv_offloading_size,
-        )
-        _LOG.info("memory: %s", describe(memory, engine.max_num_seqs, engine.block_size))
-        profile = self._measure_steps(memory)
-        if self._is_stopping or not self._allocate(memory):
+        start_up = StartUp(self._config, self._port, self._serve_clients, self._broadcast)
+        started = start_up.run()
+        if started is None:
             return
+        needs, memory, profile = started
+        self._cache_needs = needs if self._config.engine.enable_prefix_caching else None
         if self._config.speculation is not None:
             self._policy = self._make_policy(
                 self._config.speculation,
                 profile.cost if profile else None,
-                num_stages=engine.pipeline_parallel_size,
+                num_stages=self._config.engine.pipeline_parallel_size,
             )
-        self._scheduler = make_scheduler(
-            self._config, memory, self._policy, profile.num_steps if profile else 0
-        )
-        self._intake = Intake(
-            self._config,
-            self._scheduler,
-            self._compile_pool,
-            self._telemetry,
-            self._port.send_client,
-        )
+        self._memory = memory
+        self._begin_scheduling(memory, profile.num_steps if profile else 0)
         self._ready = EngineReady(
             num_pages=memory.num_pages,
             num_slots=memory.num_slots,
@@ -195,33 +178,15 @@ class EngineLoop:
             self._serve(client, early)
         self._early.clear()
 
-    @property
-    def _is_caching(self) -> bool:
-        return self._config.engine.enable_prefix_caching
-
-    def _allocate(self, memory: MemoryPlan) -> bool:
-        """Have all workers reserve it, instead of what they had; False once a Shutdown came."""
-        self._port.send_workers(Allocate(memory=memory))
-        num_allocated = 0
-        while num_allocated < self._config.engine.num_workers:
-            received = self._next_worker_message()
-            if received is None:
-                return False
-            num_allocated += isinstance(received[1], WorkerAllocated)
-        return True
-
-    def _measure_steps(self, memory: MemoryPlan) -> StepProfile | None:
-        """What steps cost, if lengths of windows depend on it and no Shutdown comes."""
-        speculation = self._config.speculation
-        if speculation is None:
-            return None
-        if not (speculation.has_confidence_schedule or speculation.has_watchdog):
-            return None
-        profiler = StepProfiler(self._config, memory)
-        if not self._allocate(profiler.memory):
-            return None
-        return profiler.run(
-            self._port.send_workers, lambda: self._next_worker_message(is_executing=True)
+    def _begin_scheduling(self, memory: MemoryPlan, first_step: int) -> None:
+        """Without requests, over empty memory."""
+        self._scheduler = make_scheduler(self._config, memory, self._policy, first_step)
+        self._intake = Intake(
+            self._config,
+            self._scheduler,
+            self._compile_pool,
+            self._telemetry,
+            self._port.send_client,
         )
 
     def step(self) -> None:
@@ -233,6 +198,9 @@ class EngineLoop:
         self._admit()
         if self._is_stopping:
             return
+        if self._recovery is not None:
+            self._recovery.check()
+            self._seat()
         began = time.perf_counter()
         while self.scheduler.can_launch:
             plan = self.scheduler.plan(time.monotonic())
@@ -269,6 +237,8 @@ class EngineLoop:
                     self._clients.add(client)
                     if self._ready is not None:
                         self._port.send_client(client, self._ready)
+                    if self._present_recovery is not None:
+                        self._port.send_client(client, self._present_recovery)
                 case Shutdown():
                     self._is_stopping = True
                 case _ if client in self._gone_clients:
@@ -306,6 +276,55 @@ class EngineLoop:
                 self._port.send_client(client, timeline)
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
+            case WorkersEnded():
+                assert self._recovery is not None, "told where nobody recovers"
+                self._recovery.note_ended(message)
+
+    def _serve_clients(self) -> bool:
+        """Take what they have sent; False once a Shutdown came."""
+        self._admit()
+        return not self._is_stopping
+
+    def _recover(self, error: WorkerDiedError) -> None:
+        """Bring the workers back; what they had computed is computed again.
+
+        Raises:
+            StagecoachError: nobody is to be brought back, or it did not do.
+        """
+        recovery, memory = self._recovery, self._memory
+        if recovery is None or memory is None:
+            raise error
+        recovery.spend(error)
+        self.tell()
+        self._present_recovery = RecoveryBegan(reason=str(error))
+        self._broadcast(self._present_recovery)
+        self._profiles.suspend()
+        self._start_over(memory, str(error))
+        seconds = recovery.seconds
+        if recovery.bring_back(memory, self.scheduler.next_step):
+            self._present_recovery = None
+            self._profiles.resume()
+            self._broadcast(RecoveryEnded(seconds=recovery.seconds - seconds))
+
+    def _start_over(self, memory: MemoryPlan, reason: str) -> None:
+        """Go on with all requests from their tokens, but for one that is why workers die."""
+        self._telemetry.carry(self.scheduler)
+        unfinished = self.scheduler.leave()
+        lethal = self._suspects.note_death(unfinished.in_flight)
+        self._unechoed.clear()
+        self._times = StepTimes(self._config.engine.pipeline_parallel_size)
+        self._begin_scheduling(memory, unfinished.next_step)
+        for request in unfinished.requests:
+            if request is not lethal:
+                self.scheduler.add(request)
+        if lethal is not None:
+            ended = end_with(lethal, LethalRequestError, f"workers died each time: {reason}")
+            self._port.send_client(lethal.request_id >> CLIENT_SHIFT, Outputs(items=(ended,)))
+
+    def _seat(self) -> None:
+        """Requests that may be why workers die run one by one."""
+        most, num_seats = self._config.engine.max_num_seqs, self._suspects.num_seats()
+        self.scheduler.limit_seats(most if num_seats is None else min(num_seats, most))
 
     def _launch(self, plan: StepPlan) -> None:
         launched = time.monotonic()
@@ -346,8 +365,13 @@ class EngineLoop:
                 case ProfileAnswer() as answer:
                     self._profiles.note(received[0], answer)
                     self._last_answer = time.monotonic()
+                case LinkBroken(worker=worker, reason=reason):
+                    raise WorkerDiedError(f"{worker}: {reason}")
                 case WorkerFailed() as failed:
-                    raise _worker_error(failed)
+                    error = worker_error(failed)
+                    if self._recovery is not None:
+                        self._recovery.note_failed(received[0], str(error))
+                    raise error
 
     def _seconds_to_answer(self) -> float | None:
         """How long the oldest plan in flight may still take; None if there is none.
@@ -359,16 +383,7 @@ class EngineLoop:
         """
         if not self.scheduler.num_in_flight or self._profiles.is_open:
             return None
-        return self._seconds_left(self._last_answer)
-
-    def _seconds_left(self, since: float) -> float:
-        timeout = self._config.engine.execute_model_timeout_seconds
-        left = since + timeout - time.monotonic()
-        if left <= 0:
-            raise WorkerDiedError(
-                f"no result for {timeout} s (--execute-model-timeout-seconds): a worker hangs"
-            )
-        return left
+        return seconds_left(self._config, self._last_answer)
 
     def _commit(self, done: PlanDone) -> None:
         result = done.result
@@ -408,36 +423,15 @@ class EngineLoop:
             for shape, stage_seconds in self._times.take():
                 self._policy.note_step(shape, stage_seconds)
 
-    def _next_worker_message(self, *, is_executing: bool = False) -> tuple[int, FromWorker] | None:
-        """The next one during start-up, with the worker's rank; None once a Shutdown came.
-
-        Args:
-            is_executing: workers have a plan, for which their time is limited.
-
-        Raises:
-            WorkerDiedError: that time is over.
-        """
-        began = time.monotonic()
-        while not self._is_stopping:
-            received = self._port.receive_worker()
-            if received is not None:
-                message = received[1]
-                if isinstance(message, WorkerFailed):
-                    raise _worker_error(message)
-                if isinstance(message, LoadProgress | CaptureProgress):
-                    self._broadcast(message)
-                return received
-            self._port.wait(self._seconds_left(began) if is_executing else None)
-            self._admit()
-        return None
-
     def _stats(self, query_id: int) -> EngineStats:
         return self._telemetry.stats(
             query_id,
             self.scheduler,
             num_compiling=self._intake.num_compiling if self._intake else 0,
+            num_recoveries=self._recovery.num_recoveries if self._recovery else 0,
+            recovery_seconds=self._recovery.seconds if self._recovery else 0.0,
             speculation=None if self._policy is None else self._policy.stats(),
-            cache_needs=self._needs if self._is_caching else None,
+            cache_needs=self._cache_needs,
         )
 
     def _announce_failure(self, error: Exception) -> None:
@@ -455,11 +449,3 @@ class EngineLoop:
     def _broadcast(self, message: ToClient) -> None:
         for client in self._clients:
             self._port.send_client(client, message)
-
-
-def _worker_error(failed: WorkerFailed) -> StagecoachError:
-    """A refusal keeps its class; whatever else ended the worker is a WorkerDiedError."""
-    error = error_class(failed.kind)
-    if issubclass(error, ConfigError | CheckpointError):
-        return error(f"{failed.worker}: {failed.reason}")
-    return WorkerDiedError(f"{failed.worker} failed: {failed.kind}: {failed.reason}")

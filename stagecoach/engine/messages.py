@@ -82,6 +82,14 @@ class StopProfile(Message):
     query_id: int
 
 
+class WorkersEnded(Message):
+    """Processes of workers ended unasked; from the owner, who will start them anew when asked."""
+
+    ranks: tuple[int, ...]
+    generations: tuple[int, ...]  # that each was started for: 0, or that of its RespawnWorkers
+    reason: str  # who, and how
+
+
 class Shutdown(Message):
     """End the engine loop or a worker in order."""
 
@@ -149,6 +157,8 @@ class EngineStats(Message):
     stage_hop_seconds: tuple[float, ...]  # it has a plan and waits for the stage before
     stage_idle_seconds: tuple[float, ...]  # neither busy nor in a hop; never shrinks
     num_plans_in_flight: int
+    num_recoveries: int  # times that lost workers were brought back
+    recovery_seconds: float  # that passed meanwhile
     iteration_tokens: Histogram  # tokens of each plan
     num_windows: int  # windows planned so far
     num_window_tokens: int  # anchors and drafts in them
@@ -215,6 +225,25 @@ class ProfileAnswer(Message):
     paths: tuple[str, ...] = ()  # files that were written, by rank
 
 
+class RespawnWorkers(Message):
+    """Start these workers anew, and kill what is left of them; to the owner."""
+
+    ranks: tuple[int, ...]
+    generation: int
+
+
+class RecoveryBegan(Message):
+    """Workers are lost; nothing is computed until RecoveryEnded, and requests wait."""
+
+    reason: str
+
+
+class RecoveryEnded(Message):
+    """All workers are back, and requests go on."""
+
+    seconds: float
+
+
 class EngineFailed(Message):
     """The engine ends; `kind` is the class in `errors.py` to raise."""
 
@@ -247,6 +276,19 @@ class TokenMasks(Message):
 
     step: int
     masks: bytes
+
+
+class Part(Message):
+    """Let go of links, memory and graphs, and keep the weights; the answer is WorkerApart."""
+
+    generation: int
+
+
+class Meet(Message):
+    """Link with all others under this generation; the answer is WorkerReady, as after a load."""
+
+    generation: int
+    first_step: int  # number of the next plan
 
 
 # worker -> engine loop
@@ -282,6 +324,20 @@ class PlanDone(Message):
     result: StepResult
 
 
+class WorkerApart(Message):
+    """Weights are there, and nothing else: of a worker told to part, or one that was respawned."""
+
+    worker: str
+    generation: int  # of the Part or the RespawnWorkers
+
+
+class LinkBroken(Message):
+    """A neighbour is gone. The worker itself is well, has let go of its links and waits."""
+
+    worker: str
+    reason: str
+
+
 class WorkerFailed(Message):
     """A worker raised an error of class `kind`; it ends after sending this."""
 
@@ -300,6 +356,7 @@ ToEngine = (
     | ResetPrefixCache
     | StartProfile
     | StopProfile
+    | WorkersEnded
     | Shutdown
 )
 ToClient = (
@@ -311,9 +368,12 @@ ToClient = (
     | EngineStats
     | Timeline
     | ProfileAnswer
+    | RespawnWorkers
+    | RecoveryBegan
+    | RecoveryEnded
     | EngineFailed
 )
-ToWorker = Allocate | RunPlan | TokenMasks | StartProfile | StopProfile | Shutdown
+ToWorker = Allocate | RunPlan | TokenMasks | StartProfile | StopProfile | Part | Meet | Shutdown
 FromWorker = (
     LoadProgress
     | CaptureProgress
@@ -322,6 +382,8 @@ FromWorker = (
     | StepEcho
     | PlanDone
     | ProfileAnswer
+    | WorkerApart
+    | LinkBroken
     | WorkerFailed
 )
 

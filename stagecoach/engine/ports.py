@@ -16,12 +16,18 @@ from typing import Protocol
 import zmq
 
 from stagecoach.engine import messages
+from stagecoach.engine.contact import ChannelKeys, plan_channel_in
 from stagecoach.engine.messages import FromWorker, ToClient, ToEngine, ToWorker
+from stagecoach.errors import HostLostError
 
 # A request id is client index << CLIENT_SHIFT | a number of that client.
 CLIENT_SHIFT = 40
 
 _MOST_RINGS = 1 << 16
+# Between hosts. A lost host is noticed earlier, by those who wait for all of them.
+_MOST_COLONS_OF_IPV4 = 2  # tcp://10.0.0.1:5555
+_HEARTBEAT_MS = 5_000
+_SILENCE_MS = 60_000
 
 
 class LoopPort(Protocol):
@@ -75,16 +81,35 @@ class ClientPort(Protocol):
 
 
 class ZmqLoopPort:
-    """Binds the sockets in `folder`."""
+    """Binds the sockets in `folder`, and that for workers also at an address of this host."""
 
-    def __init__(self, folder: Path, num_workers: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_workers: int,
+        address: str | None = None,
+        keys: ChannelKeys | None = None,
+    ) -> None:
+        """`address`: where workers of other hosts come in; they must have the keys."""
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PULL)
         self._commands.bind(_address(folder, "commands"))
         self._clients = _socket(self._context, zmq.ROUTER)
         self._clients.bind(_address(folder, "clients"))
         self._workers = _socket(self._context, zmq.ROUTER)
-        self._workers.bind(_address(folder, "workers"))
+        # A worker that is started again takes over the name of the one that ended.
+        self._workers.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.plan_channel: str | None = None
+        if keys is not None:
+            assert keys.server_secret is not None, "the loop has the secret key"
+            self._workers.curve_server = True
+            self._workers.curve_publickey = keys.server_public
+            self._workers.curve_secretkey = keys.server_secret
+        self._workers.bind(plan_channel_in(folder))
+        if address is not None:
+            _reach_hosts(self._workers, address)
+            self._workers.bind(f"tcp://{_bracketed(address)}:*")
+            self.plan_channel = self._workers.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
         self._worker_names = [_identity(rank) for rank in range(num_workers)]
         # ZeroMQ's own sockets belong to one thread.
         self._bell, self._bell_rope = socketpair()
@@ -139,12 +164,31 @@ class ZmqLoopPort:
 class ZmqWorkerPort:
     """Connects worker `rank` to the loop."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, plan_channel: str, rank: int, keys: ChannelKeys | None = None) -> None:
+        """`plan_channel`: where the loop's socket is."""
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.DEALER, _identity(rank))
-        self._socket.connect(_address(folder, "workers"))
+        self._monitor: zmq.Socket[bytes] | None = None
+        if keys is not None:
+            self._socket.curve_serverkey = keys.server_public
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        if plan_channel.startswith("tcp:"):
+            _reach_hosts(self._socket, plan_channel)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(plan_channel)
 
     def receive(self) -> ToWorker:
+        """
+        Raises:
+            HostLostError: the connection to the loop's host broke, so messages may be lost.
+        """
+        if self._monitor is not None:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            # What came before the break is still carried out.
+            if self._socket not in dict(poller.poll()):
+                raise HostLostError("the connection to the engine loop broke")
         return messages.decode_to_worker(self._socket.recv())
 
     def receive_now(self) -> ToWorker | None:
@@ -302,6 +346,18 @@ def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, identity: byte
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
     return socket
+
+
+def _reach_hosts(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Ready for an address of another host, and to notice when it is gone without a word."""
+    if address.count(":") > _MOST_COLONS_OF_IPV4:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _address(folder: Path, name: str) -> str:

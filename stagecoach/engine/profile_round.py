@@ -22,7 +22,21 @@ class ProfileRounds:
         self._port = port
         self._num_workers = num_workers
         self._is_recording = False
+        self._is_suspended = False
         self._round: _Round | None = None
+
+    def suspend(self) -> None:
+        """Workers are lost: what is asked for is refused until `resume`."""
+        self._is_suspended = True
+        if self._round is not None:
+            client, message, _ = self._round
+            self._round = None
+            error = "a worker ended meanwhile, and others may still be recording"
+            self._port.send_client(client, ProfileAnswer(query_id=message.query_id, error=error))
+
+    def resume(self) -> None:
+        """All workers are there."""
+        self._is_suspended = False
 
     @property
     def is_open(self) -> bool:
@@ -40,6 +54,8 @@ class ProfileRounds:
         self._port.send_client(client, answer)
 
     def _refusal(self, message: StartProfile | StopProfile) -> str | None:
+        if self._is_suspended:
+            return "lost workers are being brought back"
         if self._round is not None:
             return "a profile is being started or stopped"
         starts = isinstance(message, StartProfile)

@@ -6,6 +6,7 @@ Owns the counting. The loop says what happened; queues and pools are read when s
 import time
 from collections.abc import Sequence
 
+from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds
 from stagecoach.engine.cache_identity import with_bytes
 from stagecoach.engine.messages import (
@@ -35,6 +36,9 @@ class Telemetry:
         self.loop_seconds = 0.0
         self._began = 0.0
         self._num_steps = 0
+        # Of the schedulers before the present one.
+        self._num_preemptions = 0
+        self._cache_counts = PrefixCacheStats()
         self._forward_seconds = 0.0
         self._step_seconds = 0.0
         self._num_windows = 0
@@ -48,6 +52,12 @@ class Telemetry:
     def begin(self) -> None:
         """The engine serves from now on."""
         self._began = time.monotonic()
+
+    def carry(self, scheduler: Scheduler) -> None:
+        """Another scheduler takes over: the counts of this one are counts of the past."""
+        self._num_preemptions += scheduler.num_preemptions
+        self._cache_counts = scheduler.prefix_cache_stats.after(self._cache_counts)
+        self._ring.drop_open()
 
     def note_launched(self, plan: StepPlan, now: float) -> None:
         """A plan was sent at `now`, in monotonic seconds."""
@@ -79,12 +89,16 @@ class Telemetry:
         num_compiling: int,
         speculation: SpeculationStats | None,
         cache_needs: Sequence[MemoryNeeds] | None,
+        num_recoveries: int = 0,
+        recovery_seconds: float = 0.0,
     ) -> EngineStats:
         """All counts, and the present state of queues and pools.
 
         Args:
             num_compiling: requests that wait for their grammars, in no queue.
             cache_needs: of each worker; None where prefixes are not cached.
+            num_recoveries, recovery_seconds: how often workers were brought back, and how long
+                all of that took.
         """
         uptime_seconds = time.monotonic() - self._began
         return EngineStats(
@@ -92,7 +106,7 @@ class Telemetry:
             num_steps=self._num_steps,
             num_waiting=scheduler.num_waiting + num_compiling,
             num_running=scheduler.num_running,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=self._num_preemptions + scheduler.num_preemptions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,
             num_pages=scheduler.num_pages,
@@ -106,6 +120,8 @@ class Telemetry:
             stage_busy_seconds=tuple(self._stage_busy_seconds),
             stage_hop_seconds=tuple(self._stage_hop_seconds),
             num_plans_in_flight=scheduler.num_in_flight,
+            num_recoveries=num_recoveries,
+            recovery_seconds=recovery_seconds,
             num_windows=self._num_windows,
             num_window_tokens=self._num_window_tokens,
             stage_idle_seconds=self._idle_seconds(uptime_seconds),
@@ -113,7 +129,7 @@ class Telemetry:
             speculation=speculation,
             prefix_cache=None
             if cache_needs is None
-            else with_bytes(scheduler.prefix_cache_stats, cache_needs),
+            else with_bytes(scheduler.prefix_cache_stats.after(self._cache_counts), cache_needs),
         )
 
     def _idle_seconds(self, uptime_seconds: float) -> tuple[float, ...]:

@@ -50,6 +50,12 @@ class PlanRing:
                 len(row.token_ids) - 1 for row in rows if row.token_ids
             )
 
+    def drop_open(self) -> None:
+        """The results of plans in flight never come."""
+        for place, record in enumerate(self._records):
+            if record is not None and record.committed is None:
+                self._records[place] = None
+
     def traces(self, first_step: int) -> tuple[PlanTrace, ...]:
         """What is known of the plans from `first_step` on, the oldest first."""
         first = max(first_step, self._next_step - MAX_PLANS, 0)

@@ -1,8 +1,9 @@
 """One rank: take a plan, run the stage, reply.
 
 Owns the order of a worker's life: load, report memory, allocate, then plans until Shutdown. On a
-device further plans are taken while older ones run; answers go out in the plans' order. The same
-class runs as a process or as a thread; it knows neither.
+device further plans are taken while older ones run; answers go out in the plans' order. Where the
+engine recovers, a worker whose neighbour is gone parts, and meets all others again when it is told
+to. The same class runs as a process or as a thread; it knows neither.
 """
 
 import time
@@ -14,7 +15,10 @@ from stagecoach.config import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
     CaptureProgress,
+    LinkBroken,
     LoadProgress,
+    Meet,
+    Part,
     PlanDone,
     ProfileAnswer,
     RunPlan,
@@ -25,12 +29,14 @@ from stagecoach.engine.messages import (
     TokenMasks,
     ToWorker,
     WorkerAllocated,
+    WorkerApart,
     WorkerReady,
 )
 from stagecoach.engine.ports import WorkerPort
 from stagecoach.engine.worker_profile import WorkerProfile
-from stagecoach.errors import EngineDeadError
+from stagecoach.errors import EngineDeadError, RendezvousError, WorkerDiedError
 from stagecoach.pipeline.links import Links
+from stagecoach.pipeline.renewable_links import RenewableLinks
 from stagecoach.pipeline.topology import WorkerId
 from stagecoach.runner.stage_runner import Loaders, StageRunner
 from stagecoach.runner.step_outcome import StepInFlight
@@ -44,7 +50,7 @@ class _Launched(NamedTuple):
 
     step: int
     digest: bytes
-    arrived: float  # monotonic seconds
+    arrived: float  # monotonic seconds of the loop's clock
     in_flight: StepInFlight
 
 
@@ -59,8 +65,18 @@ class Worker:
         port: WorkerPort,
         loaders: Loaders | None = None,
         after_load: Callable[[], None] = lambda: None,
+        renewable: RenewableLinks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`after_load` is called before the worker looks at what memory is left."""
+        """
+        Args:
+            after_load: called before the worker looks at what memory is left.
+            renewable: what `links` are of; None: a neighbour's end is also this worker's.
+            clock: the loop's, in monotonic seconds, which all times are told in.
+        """
+        self._clock = clock
+        self._renewable = renewable
+        self._is_apart = False
         self._after_load = after_load
         self._name = worker.name
         self._port = port
@@ -69,12 +85,36 @@ class Worker:
         self._next_step = 0
         self._launched: deque[_Launched] = deque()
 
-    def run(self) -> None:
-        """Serve until Shutdown; an exception ends the worker and is its caller's to report."""
-        self.start()
-        while self._carry_out(self._next_message()):
-            self._answer_what_is_ready()
-        self._runner.finish()
+    def run(self, generation: int = 0) -> None:
+        """Serve until Shutdown; an exception ends the worker and is its caller's to report.
+
+        Args:
+            generation: above 0 of one that was respawned, and is apart from the others.
+        """
+        if generation:
+            self._is_apart = True
+            self._runner.load(self._progress_reporter(self._load_progress), is_apart=True)
+            self._port.send(WorkerApart(worker=self._name, generation=generation))
+        else:
+            self.start()
+        self._serve()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                while self._carry_out(self._next_message()):
+                    self._answer_what_is_ready()
+            except (WorkerDiedError, RendezvousError) as error:
+                if self._renewable is None or not self._renewable.can_part:
+                    raise
+                reason = str(error)
+            else:
+                break
+            # Not inside the handler: the error's frames hold transfers.
+            self._part(self._renewable)
+            self._port.send(LinkBroken(worker=self._name, reason=reason))
+        if not self._is_apart:
+            self._runner.finish()
 
     def start(self) -> None:
         """Load, and report what memory is needed."""
@@ -101,6 +141,14 @@ class Worker:
 
     def _carry_out(self, message: ToWorker) -> bool:
         match message:
+            case Part() | Meet():
+                assert self._renewable is not None, f"not of an engine that recovers: {message}"
+                self._renew(message, self._renewable)
+            case RunPlan() | TokenMasks() | Allocate() | StartProfile() | StopProfile() if (
+                self._is_apart
+            ):
+                # It was on its way before the loop knew.
+                return True
             case RunPlan(encoded_plan=encoded_plan):
                 self._launch(encoded_plan)
             case Allocate(memory=memory):
@@ -111,6 +159,27 @@ class Worker:
             case _:
                 return False
         return True
+
+    def _renew(self, message: Part | Meet, renewable: RenewableLinks) -> None:
+        if isinstance(message, Part):
+            self._part(renewable)
+            self._port.send(WorkerApart(worker=self._name, generation=message.generation))
+            return
+        assert self._is_apart, f"meets nobody before it has parted: {message}"
+        # From here on there is something to part from.
+        self._is_apart = False
+        self._next_step = message.first_step
+        self._runner.meet(renewable.meet(message.generation))
+        self._after_load()
+        self._port.send(WorkerReady(worker=self._name, needs=self._runner.memory_needs()))
+
+    def _part(self, renewable: RenewableLinks) -> None:
+        if self._is_apart:
+            return
+        self._is_apart = True
+        self._launched.clear()
+        self._runner.part()
+        renewable.part()
 
     def _recorded(self, message: StartProfile | StopProfile) -> ProfileAnswer:
         paths: tuple[str, ...] = ()
@@ -124,7 +193,7 @@ class Worker:
         return ProfileAnswer(query_id=message.query_id, paths=paths)
 
     def _launch(self, encoded_plan: bytes) -> None:
-        arrived = time.monotonic()
+        arrived = self._clock()
         plan = StepPlan.decode(encoded_plan)
         assert plan.step == self._next_step, f"expected step {self._next_step}:\n{plan}"
         self._next_step += 1
@@ -145,7 +214,7 @@ class Worker:
 
     def _answer(self, launched: _Launched) -> None:
         outcome = launched.in_flight.outcome()
-        now, arrived, step_seconds = time.monotonic(), launched.arrived, outcome.device_seconds
+        now, arrived, step_seconds = self._clock(), launched.arrived, outcome.device_seconds
         if step_seconds is None:
             step_seconds = now - arrived
         else:

@@ -107,6 +107,10 @@ class KnowingDrafter:
             draft_rows_YRD[0, cache_rows_T, :2] = pairs_TP.to(draft_rows_YRD.dtype)
         self._waiting.clear()
 
+    def drop_context(self) -> None:
+        """Nothing is due any more."""
+        self._waiting.clear()
+
     def propose(
         self, block: BlockInputs | PackedBlocks, draft_rows_YRD: Tensor, choose: Choose | None
     ) -> Proposal | None:

@@ -45,6 +45,12 @@ def refuse_options(options: dict[str, Any], *, is_exact: bool = True) -> None:
             f"{speculation_key('synthetic_acceptance_length')}="
             f"{speculation.synthetic_acceptance_length}: its tokens are not the model's"
         )
+    if is_exact and speculation.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{speculation_key('kv_cache_dtype')}={speculation.kv_cache_dtype}: a drafter that is "
+            "told the answers writes whole numbers into these rows, which need the activations' "
+            "type; leave it out, or use --processes"
+        )
     for name in ("confidence_schedule", "watchdog"):
         if is_exact and getattr(speculation, name):
             raise ConfigError(

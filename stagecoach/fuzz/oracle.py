@@ -1,8 +1,8 @@
 """What each request of a script must return: its one-shot result.
 
-Owns the plain engine that makes it: one stage, one rank, no cache, no drafts, the prompt in one
-chunk, nobody beside it. A result is kept for as long as the process lives, since scripts ask
-for the same prompts again and again, and serves shorter answers too.
+Owns the plain engine that makes it: one stage, one rank (unless ranks quantise), no cache, no
+drafts, the prompt in one chunk, nobody beside it. A result is kept for as long as the process
+lives, since scripts ask for the same prompts again and again, and serves shorter answers too.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,11 @@ from stagecoach.resolve import resolve
 
 _BLOCK_SIZE = 64
 # What an answer depends on beside the prompt and the sampling parameters.
-_MODEL_OPTIONS = ("dtype", "device", "load_format", "hf_overrides", "seed", "log_level")
+_MODEL_OPTIONS = (
+    *("dtype", "device", "load_format", "hf_overrides", "seed", "log_level"),
+    *("mxfp4_experts", "kv_cache_dtype", "online_quantization"),
+    *("online_quantization_include", "online_quantization_exclude"),
+)
 
 
 class Answer(NamedTuple):
@@ -81,7 +85,11 @@ class Oracle:
         Raises:
             ConfigError: a prompt without tokens, or a request that is refused.
         """
-        options = {name: script.engine[name] for name in _MODEL_OPTIONS if name in script.engine}
+        names: tuple[str, ...] = _MODEL_OPTIONS
+        if script.engine.get("online_quantization", "none") != "none":
+            # Each rank quantises its own columns.
+            names = (*names, "tensor_parallel_size")
+        options = {name: script.engine[name] for name in names if name in script.engine}
         wanted: list[Expected] = []
         for index, ask in enumerate(script.requests):
             token_ids = prompt_token_ids(

@@ -27,6 +27,9 @@ from stagecoach.request import SamplingParams
 _PIECE = re.compile(r"([a-z])(\d+)|@(\d+)|(\[[\d,]*\])")
 _SHORT_PERIODS = {"z": 1, "y": 8}
 
+# Options that JSON has as lists.
+_LISTS = ("pp_partition", "online_quantization_include", "online_quantization_exclude")
+
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One request of a schedule. Turns are those of the engine loop: one commits one result."""
@@ -62,8 +65,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         options = dict(self.engine)
         if options.get("speculative_config") is not None:
             options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
-        if options.get("pp_partition") is not None:
-            options["pp_partition"] = tuple(options["pp_partition"])
+        for name in _LISTS:
+            if options.get(name) is not None:
+                options[name] = tuple(options[name])
         try:
             return EngineConfig(model=self.model, **options)
         except TypeError as error:

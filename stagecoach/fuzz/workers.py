@@ -34,7 +34,7 @@ class Layouts:
     """The loaded layouts of one model."""
 
     def __init__(self) -> None:
-        self._grids: dict[tuple[int, ...], _Grid] = {}
+        self._grids: dict[tuple[object, ...], _Grid] = {}
 
     def start(
         self, config: ResolvedConfig, reply: Reply, drafter: Drafter | None = None
@@ -46,7 +46,7 @@ class Layouts:
             drafter: takes the place of the draft that the config names.
         """
         engine = config.engine
-        key = (engine.tensor_parallel_size, *config.partition)
+        key = (engine.tensor_parallel_size, config.quantization, *config.partition)
         if key not in self._grids or self._grids[key].is_broken:
             self._grids[key] = _Grid(config)
         return WorkerSet(self._grids[key], config, reply, drafter)

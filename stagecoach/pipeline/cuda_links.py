@@ -23,12 +23,19 @@ _logger = log.get_logger(__name__)
 _SUMMED_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def connect(worker: WorkerId, topology: Topology, device: torch.device, host: Transport) -> Links:
+def connect(
+    worker: WorkerId,
+    topology: Topology,
+    device: torch.device,
+    host: Transport,
+    hosts: tuple[int, ...],
+) -> Links:
     """Make the groups and send a first message over each; the default group has been joined.
 
     Args:
         device: this worker's, already the current one.
         host: carries tensors that are not on a GPU.
+        hosts: on which host each rank is; those of a stage are on one.
     """
     # Every rank makes every group, in the same order.
     ways = {
@@ -42,7 +49,7 @@ def connect(worker: WorkerId, topology: Topology, device: torch.device, host: Tr
         for stage in range(topology.num_stages)
         if topology.tp_size > 1
     ]
-    peers = connect_peers(worker, topology, device)
+    peers = connect_peers(worker, topology, device, hosts)
     transport = CudaTransport(ways, peers, device, host)
     tensor_parallel: TensorParallel = SingleRank()
     if stages:
@@ -54,8 +61,8 @@ def connect(worker: WorkerId, topology: Topology, device: torch.device, host: Tr
         )
     _warm_up(worker, topology, transport, tensor_parallel, device)
     # On one host a rank's way to the next stage is as fast as that to its own stage's ranks, so
-    # that gathering parts takes longer than sending all.
-    return Links(transport, tensor_parallel, shares_fields=False)
+    # that gathering parts takes longer than sending all. Between hosts it is much slower.
+    return Links(transport, tensor_parallel, shares_fields=len(set(hosts)) > 1)
 
 
 def disconnect(seconds: float) -> None:
@@ -78,7 +85,7 @@ def disconnect(seconds: float) -> None:
 
 
 class CudaTransport:
-    """Transport between GPUs of one host.
+    """Transport between GPUs; to another host small messages go through NCCL, too.
 
     A send reads its tensor in the order of the current stream.
     """
@@ -99,20 +106,20 @@ class CudaTransport:
         self._receive_stream = torch.cuda.Stream(device)
 
     def place(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        if self._peers is not None and takes_hop(num_values, dtype):
+        if self._hops_in(num_values, dtype):
             return torch.empty(num_values, dtype=dtype, device=self._device)
         # Memory of the receiving stream: a receive waits for nothing that the other computes.
         with torch.cuda.stream(self._receive_stream):
             return torch.empty(num_values, dtype=dtype, device=self._device)
 
     def copies(self, num_values: int, dtype: torch.dtype) -> bool:
-        return self._peers is not None and takes_hop(num_values, dtype)
+        return self._hops_out(num_values, dtype)
 
     def send(self, tensor: Tensor, to_rank: int, tag: int) -> Handle:
         if not tensor.is_cuda:
             return self._host.send(tensor, to_rank, tag)
-        if self._peers is not None and takes_hop(tensor.numel(), tensor.dtype):
-            assert self._peers.sender is not None, "the last stage sends to nobody"
+        if self._hops_out(tensor.numel(), tensor.dtype):
+            assert self._peers is not None and self._peers.sender is not None
             self._peers.sender.send(tensor)
             return _Done()
         return self._send_nccl(tensor, to_rank)
@@ -120,7 +127,8 @@ class CudaTransport:
     def receive(self, into: Tensor, from_rank: int, tag: int) -> Handle:
         if not into.is_cuda:
             return self._host.receive(into, from_rank, tag)
-        if self._peers is not None and takes_hop(into.numel(), into.dtype):
+        if self._hops_in(into.numel(), into.dtype):
+            assert self._peers is not None
             return _Hop(self._peers, into)
         return self._receive_nccl(into, from_rank)
 
@@ -130,16 +138,25 @@ class CudaTransport:
         handles = []
         if next_rank is not None:
             handles.append(self._send_nccl(value, next_rank))
-            if self._peers is not None:
+            if self._hops_out(1, value.dtype):
                 handles.append(self.send(value, next_rank, 0))
         if previous_rank is not None:
             received = torch.empty(1, device=self._device)
             self._receive_stream.wait_stream(torch.cuda.current_stream())
             handles.append(self._receive_nccl(received, previous_rank))
-            if self._peers is not None:
+            if self._hops_in(1, value.dtype):
                 handles.append(self.receive(torch.empty_like(received), previous_rank, 0))
         for handle in handles:
             handle.wait()
+
+    def _hops_out(self, num_values: int, dtype: torch.dtype) -> bool:
+        """Whether a message to the next stage goes through peer memory."""
+        has_way = self._peers is not None and self._peers.sender is not None
+        return has_way and takes_hop(num_values, dtype)
+
+    def _hops_in(self, num_values: int, dtype: torch.dtype) -> bool:
+        has_way = self._peers is not None and self._peers.receiver is not None
+        return has_way and takes_hop(num_values, dtype)
 
     def _send_nccl(self, tensor: Tensor, to_rank: int) -> Handle:
         way = self._ways[dist.get_rank(), to_rank]

@@ -80,6 +80,16 @@ class Handoff:
                     f"but rank {self._rank} expects {expected}"
                 )
 
+    def drop(self) -> None:
+        """Forget what is under way: it never arrives."""
+        self._sending.clear()
+
+    def renew(self, links: Links) -> None:
+        """Go on with other links, from a first step again."""
+        assert not self._sending, "drop first"
+        self._step = 0
+        self._links = links
+
     def begin_step(self, step: int) -> None:
         """Let go of sends whose plan has come back from the last stage.
 

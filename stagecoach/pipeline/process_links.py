@@ -5,15 +5,19 @@ gloo, whose blocking send waits for its receiver; only isend is used, so that tw
 never wait for each other's receives. With GPUs, `cuda_links.py` carries what lies on them.
 """
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagecoach.config import option
+from stagecoach.errors import RendezvousError
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
 from stagecoach.pipeline.links import Handle, Links
 from stagecoach.pipeline.process_groups import TIMEOUT, naming_neighbours
+from stagecoach.pipeline.rendezvous import Rendezvous
 from stagecoach.pipeline.topology import Topology, WorkerId
 
 _CPU = torch.device("cpu")
@@ -24,28 +28,38 @@ _LEAVE_SECONDS = 3.0
 def connect(
     worker: WorkerId,
     topology: Topology,
-    rendezvous_file: Path,
+    rendezvous: Rendezvous,
     device: torch.device = _CPU,
+    *,
+    generation: int = 0,
+    hosts: tuple[int, ...] | None = None,
 ) -> Links:
-    """Join the process groups of this engine; every worker calls it once at start.
+    """Join the process groups of this engine; all workers call it together.
 
     Args:
-        rendezvous_file: a path that all workers share and nobody used before.
         device: this worker's; where it is a GPU, the current one, and another worker's on none.
+        generation: how often the workers have met before; the same number on all.
+        hosts: on which host each rank is; None: all on one.
+
+    Raises:
+        RendezvousError: the workers do not reach each other within the time.
     """
     has_gpus = device.type == "cuda" and topology.num_workers > 1
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-        init_method=f"file://{rendezvous_file}",
-        rank=worker.rank,
-        world_size=topology.num_workers,
-        timeout=TIMEOUT,
-        device_id=device if has_gpus else None,
-    )
+    with _naming_the_meeting(rendezvous):
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+            store=rendezvous.store(generation, topology.num_workers),
+            rank=worker.rank,
+            world_size=topology.num_workers,
+            timeout=TIMEOUT,
+            device_id=device if has_gpus else None,
+        )
     if has_gpus:
         from stagecoach.pipeline import cuda_links
 
-        return cuda_links.connect(worker, topology, device, ProcessTransport())
+        return cuda_links.connect(
+            worker, topology, device, ProcessTransport(), hosts or (0,) * topology.num_workers
+        )
     tensor_parallel: TensorParallel = SingleRank()
     if topology.tp_size > 1:
         # Every rank makes every group, in the same order.
@@ -57,6 +71,19 @@ def connect(
             groups[worker.stage], worker.tp_rank, topology.tp_size
         )
     return Links(ProcessTransport(), tensor_parallel)
+
+
+@contextmanager
+def _naming_the_meeting(rendezvous: Rendezvous) -> Iterator[None]:
+    """What a library raises where ranks do not meet, in our words."""
+    try:
+        yield
+    except RuntimeError as error:
+        [first_line, *_] = str(error).splitlines() or [repr(error)]
+        raise RendezvousError(
+            f"the workers did not reach each other ({option('network_interface')}, "
+            f"{option('distributed_timeout_seconds')}={rendezvous.timeout_seconds:g}): {first_line}"
+        ) from error
 
 
 def disconnect() -> None:

@@ -51,5 +51,10 @@ class Topology:
     def worker(self, rank: int) -> WorkerId:
         return WorkerId(rank=rank, stage=rank // self.tp_size, tp_rank=rank % self.tp_size)
 
+    def host_ranks(self, host: int, num_hosts: int) -> range:
+        """Ranks on one of several hosts: whole stages, as evenly as they can be shared out."""
+        first, end = (number * self.num_stages // num_hosts for number in (host, host + 1))
+        return range(first * self.tp_size, end * self.tp_size)
+
     def stage_ranks(self, stage: int) -> range:
         return range(stage * self.tp_size, (stage + 1) * self.tp_size)

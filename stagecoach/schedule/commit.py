@@ -83,7 +83,7 @@ def apply_row(
     request.num_plans_in_flight -= 1
     request.num_steps += 1
     if not row.is_finite:
-        return _end_with(
+        return end_with(
             request,
             NonFiniteError,
             f"NaN or infinity in what was computed for tokens [{segment.start}, {segment.end}) of "
@@ -108,7 +108,7 @@ def apply_row(
     if request.constraint is not None:
         committed = _obey(request.constraint, committed)
         if request.constraint.error is not None:
-            return _end_with(request, GrammarError, request.constraint.error)
+            return end_with(request, GrammarError, request.constraint.error)
     logprobs = row.logprobs[: len(committed.token_ids)]
     if request.params.logprobs is not None:
         assert len(logprobs) == len(committed.token_ids), f"logprobs are missing: {row}"
@@ -121,7 +121,8 @@ def apply_row(
     return progress_of(request, committed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _end_with(request: Request, kind: type[StagecoachError], reason: str) -> Progress:
+def end_with(request: Request, kind: type[StagecoachError], reason: str) -> Progress:
+    """The end of a request by a fault of its own, and what its caller is told."""
     request.finish_reason = FinishReason.ERROR
     request.error = f"{kind.__name__}: {reason}"
     return progress_of(request)

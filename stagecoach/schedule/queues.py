@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
 
+from stagecoach.cache.prefix_cache import Hit
 from stagecoach.request import Request
 
 
@@ -56,6 +57,18 @@ class Queues:
             yield request.num_computed, request.num_tokens
         for request in islice(self.waiting, max(0, num_seats - len(self.running))):
             yield 0, request.num_tokens
+
+    def num_open_tokens(self, start: Hit | None) -> int:
+        """Tokens of prompts that are still to be planned.
+
+        Args:
+            start: where the head of the queue may start now; None: not yet.
+        """
+        prefilling = self.prefilling.values()
+        num_tokens = sum(request.num_tokens - request.num_computed for request in prefilling)
+        if start is not None:
+            num_tokens += self.waiting[0].num_tokens - start.position
+        return num_tokens
 
     def stop(self, request: Request) -> None:
         """It loses its place, wherever it is."""

@@ -26,6 +26,7 @@ from stagecoach.schedule.plan_draft import PlanDraft, PlanInFlight
 from stagecoach.schedule.prefill_shares import PrefillShares
 from stagecoach.schedule.progress_watch import ProgressWatch, blocked_requests, stall_report
 from stagecoach.schedule.queues import Queues
+from stagecoach.schedule.replay import Unfinished, forget_progress, leave
 from stagecoach.schedule.request_memory import RequestMemory, owner_of
 from stagecoach.schedule.seniority import Seniority
 from stagecoach.schedule.shadow import Shadows
@@ -158,6 +159,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def next_step(self) -> int:
+        """Number of the next plan."""
+        return self._next_step
+
+    @property
     def can_launch(self) -> bool:
         """One plan a stage may be in flight, and one more that is chained to it."""
         return len(self._in_flight) < self._most_in_flight
@@ -206,6 +212,14 @@ class Scheduler:
         request.finish_reason = FinishReason.ABORT
         self._forget(request)
         return progress_of(request)
+
+    def leave(self) -> Unfinished:
+        """The workers' memory is lost: what is to be computed, for a scheduler that `add`s it."""
+        return leave(self._requests.values(), self._in_flight, self._next_step)
+
+    def limit_seats(self, num_seats: int) -> None:
+        """Let at most so many requests run at once; those that do, go on."""
+        self._max_num_seqs = num_seats
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests go on and file nothing any more."""
@@ -335,7 +349,7 @@ class Scheduler:
             # One free page stays for the next anchor of each of the others, who would else
             # preempt.
             num_spare_pages=max(0, self.num_free_pages - len(self._queues.running) + 1),
-            num_chunk_tokens=self._expected_chunk_tokens,
+            num_chunk_tokens=lambda: self._queues.num_open_tokens(self._find_start()),
             room=lambda request: WindowRoom(
                 self._memory.num_open_positions(request) - 1,
                 self._seniority.promised_pages(request),
@@ -369,17 +383,6 @@ class Scheduler:
             self._memory.cover(request, request.num_computed + 1)
             cohort.append(request)
         return cohort
-
-    def _expected_chunk_tokens(self) -> int:
-        """Prompt tokens that could join the plan, as far as its budget allows."""
-        num_tokens = sum(
-            request.num_tokens - request.num_computed
-            for request in self._queues.prefilling.values()
-        )
-        start = self._find_start()
-        if start is not None:
-            num_tokens += self._queues.waiting[0].num_tokens - start.position
-        return num_tokens
 
     def _plan_chunks(self, draft: PlanDraft) -> None:
         for request in self._queues.chunk_order():
@@ -488,11 +491,7 @@ class Scheduler:
             self._memory.discard(request)
         else:
             self._memory.release(request)
-        request.epoch += 1
-        request.num_computed = request.num_replay = 0
-        request.draft_token_ids = request.confidences = ()
-        request.num_plans_in_flight = 0
-        request.num_samples_in_flight = 0
+        forget_progress(request)
 
     def _stalled(self, cause: str) -> StalledError:
         """The error that says who waits for what."""

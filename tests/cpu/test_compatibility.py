@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stagecoach import compatibility
-from stagecoach.compatibility import FEATURES, LAYOUTS, TABLE, Combination, Rule
+from stagecoach import compatibility, support_table
+from stagecoach.compatibility import TABLE, Combination, Rule
 from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
 from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.errors import ConfigError
 from stagecoach.model_config import Taps, parse_model_config
+from stagecoach.support_table import FEATURES, LAYOUTS
 
 _CONFIG: dict[str, Any] = {
     "model_type": "kimi_linear",
@@ -166,6 +167,41 @@ _EXAMPLES = {
         {"synthetic_acceptance_length": 2.5, "acceptance": "rejection"},
         {"acceptance": "rejection", "watchdog": True, "confidence_schedule": True},
     ),
+    "hosts-stages": Example({"nnodes": 2}, {"nnodes": 2, "pipeline_parallel_size": 2}),
+    "hosts-rank": Example(
+        {"nnodes": 2, "node_rank": 2, "pipeline_parallel_size": 2},
+        {"nnodes": 2, "node_rank": 1, "pipeline_parallel_size": 2},
+    ),
+    "hosts-launcher": Example(
+        {"launcher": "torchrun", "nnodes": 2, "pipeline_parallel_size": 2},
+        {"launcher": "torchrun", "pipeline_parallel_size": 2},
+    ),
+    "hosts-threads": Example(
+        {"launcher": "ray", "distributed_executor_backend": "uni"}, {"launcher": "ray"}
+    ),
+    "expert-groups": Example(
+        {"mxfp4_experts": "packed", "tensor_parallel_size": 2},
+        {"mxfp4_experts": "packed", "tensor_parallel_size": 3},
+        {"moe_intermediate_size": 96, "quantization_config": {"format": "mxfp4-pack-quantized"}},
+    ),
+    "packed-experts": Example({"mxfp4_experts": "packed"}, {"mxfp4_experts": "decoded"}),
+    "online-patterns": Example(
+        {"online_quantization_include": ("*.self_attn.*",)},
+        {
+            "online_quantization": "ptpc_fp8",
+            "online_quantization_include": ("*.self_attn.*",),
+        },
+    ),
+    "draft-online": Example(
+        {},
+        {"online_quantization": "ptpc_fp8"},
+        draft={},
+        refused_keys={"online_quantization": "follow"},
+        allowed_keys={"online_quantization": "follow"},
+    ),
+    "recover-threads": Example(
+        {"recover": True, "distributed_executor_backend": "uni"}, {"recover": True}
+    ),
     "device-float64": Example({"device": "cuda", "dtype": "float64"}, {"device": "cuda"}),
     "capture-sizes": Example(
         {"cudagraph_capture_sizes": (16, 32), "max_num_seqs": 8},
@@ -294,7 +330,7 @@ def test_a_cell_of_the_support_table_follows_from_the_rules() -> None:
     names = [name for name, _ in LAYOUTS]
     rows = {
         row.feature: dict(zip(names, row.cells, strict=True))
-        for row in compatibility.support_table()
+        for row in support_table.support_table()
     }
     assert list(rows) == list(FEATURES)
     assert all(cells["pp 1, tp 1"] == "yes" for cells in rows.values())
@@ -306,7 +342,7 @@ def test_a_cell_of_the_support_table_follows_from_the_rules() -> None:
 
 
 def test_markdown_has_a_line_for_every_feature_and_rule() -> None:
-    lines = compatibility.render_markdown().splitlines()
+    lines = support_table.render_markdown().splitlines()
     for first in (*FEATURES, *(f"`{rule.name}`" for rule in TABLE)):
         assert sum(line.startswith(f"| {first} |") for line in lines) == 1, first
     tables = [line for line in lines if line.startswith("|")]

@@ -20,7 +20,10 @@ _COUNTS = (
     "num_gpu_blocks_override",
     "num_threads",
 )
-_CHOICES = ("dtype", "device", "load_format", "distributed_executor_backend", "log_level")
+_CHOICES = (
+    *("dtype", "device", "load_format", "distributed_executor_backend", "log_level"),
+    *("mxfp4_experts", "online_quantization", "kv_cache_dtype"),
+)
 
 
 @pytest.mark.parametrize("name", _COUNTS)
@@ -41,6 +44,12 @@ def test_the_least_count_is_accepted(name: str) -> None:
     ("name", "value"),
     [
         ("max_model_len", 1),
+        ("launcher", "mpirun"),
+        ("nnodes", 0),
+        ("node_rank", -1),
+        ("master_port", 0),
+        ("master_port", 65536),
+        ("distributed_timeout_seconds", 0),
         ("seed", -1),
         ("seed", "a"),
         ("seed", 2**31),
@@ -72,6 +81,10 @@ def test_the_least_count_is_accepted(name: str) -> None:
         ("verify_cache", True),
         ("verify_cache", None),
         ("hf_overrides", [1]),
+        ("online_quantization_include", "*"),
+        ("online_quantization_include", ()),
+        ("online_quantization_exclude", ("",)),
+        ("online_quantization_exclude", (1,)),
         ("speculative_config", {"model": "demo-draft"}),
     ],
 )
@@ -144,6 +157,8 @@ def test_every_key_is_taken_from_the_object() -> None:
         "confidence_schedule": False,
         "watchdog": True,
         "synthetic_acceptance_length": 2,
+        "online_quantization": "follow",
+        "kv_cache_dtype": "fp8",
     }
     assert list(values) == [item.name for item in dataclasses.fields(SpeculativeConfig)]
     assert dataclasses.asdict(SpeculativeConfig.parse(values)) == values
@@ -156,6 +171,8 @@ def test_every_key_is_taken_from_the_object() -> None:
         ("model", None),
         ("method", "eagle"),
         ("method", ["dspark"]),
+        ("online_quantization", "ptpc_fp8"),
+        ("kv_cache_dtype", "e4m3"),
         ("num_speculative_tokens", 0),
         ("num_speculative_tokens", 17),
         ("num_speculative_tokens", True),

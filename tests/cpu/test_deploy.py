@@ -1,8 +1,10 @@
 """deploy/, as far as it can be checked without a container: forms, flags, paths, ports, metrics."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -238,3 +240,79 @@ def test_open_requests_may_finish_before_the_container_is_killed() -> None:
     command = service["command"]
     seconds = float(command[command.index("--shutdown-timeout") + 1])
     assert float(service["stop_grace_period"].removesuffix("s")) >= seconds + 10
+
+
+def _leader_worker_set() -> dict[str, Any]:
+    [workers, service] = yaml.safe_load_all(
+        (_DEPLOY / "kubernetes/leader-worker-set.yaml").read_text("utf-8")
+    )
+    assert (workers["kind"], service["kind"]) == ("LeaderWorkerSet", "Service")
+    template: dict[str, Any] = workers["spec"]["leaderWorkerTemplate"]
+    leader = template["leaderTemplate"]
+    assert service["spec"]["selector"].items() <= leader["metadata"]["labels"].items()
+    return template
+
+
+def test_pods_of_a_group_run_one_engine() -> None:
+    """The same options on all but for what a server needs; parsed as the program would."""
+    template = _leader_worker_set()
+    variables = {"LWS_GROUP_SIZE": template["size"], "LWS_LEADER_ADDRESS": "leader.example"}
+    parsed = []
+    for index, name in enumerate(("leaderTemplate", "workerTemplate")):
+        spec = template[name]["spec"]
+        [container] = spec["containers"]
+        known = {**variables, "LWS_WORKER_INDEX": index}
+        arguments = [
+            re.sub(r"\$\((\w+)\)", lambda found, known=known: str(known[found[1]]), argument)
+            for argument in container["args"]
+        ]
+        parsed.append(_SERVE.make_context("serve", arguments).params)
+        ranks = parsed[-1]["pipeline_parallel_size"] * parsed[-1]["tensor_parallel_size"]
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == ranks // template["size"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+    leader, worker = parsed
+    different = {name for name in leader if leader[name] != worker[name]}
+    assert different == {"node_rank", "host", "port", "shutdown_timeout_seconds"}
+    assert (leader["node_rank"], worker["node_rank"]) == (0, 1)
+    assert leader["nnodes"] == template["size"] and leader["master_addr"] == "leader.example"
+    [port] = template["leaderTemplate"]["spec"]["containers"][0]["ports"]
+    assert port["containerPort"] == leader["port"]
+    spec = template["leaderTemplate"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] >= leader["shutdown_timeout_seconds"] + 10
+    # The others wait for the leader.
+    spec = template["workerTemplate"]["spec"]
+    program, seconds = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep" and int(seconds) >= leader["shutdown_timeout_seconds"] + 5
+    assert spec["terminationGracePeriodSeconds"] > int(seconds)
+
+
+def test_the_batch_script_starts_a_task_a_node() -> None:
+    text = (_DEPLOY / "slurm/serve.sbatch").read_text("utf-8")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, flags=re.MULTILINE))
+    assert asked["ntasks-per-node"] == "1"
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    # As bash would see it in the second task.
+    environment = {
+        "SLURM_NNODES": asked["nodes"],
+        "SLURM_PROCID": "1",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "gpu[1-2]",
+        "MODEL": "demo",
+        "PATH": os.environ["PATH"],
+    }
+    shown = text.replace("exec stagecoach", "echo")
+    functions = 'scontrol() { echo gpu1; }; srun() { shift; "$@"; }; '
+    done = subprocess.run(
+        ["bash", "-c", functions + shown],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    program, *words = done.stdout.split()
+    params = _SERVE.make_context("serve", words).params
+    assert program == "serve" and (params["model"], params["node_rank"]) == ("demo", 1)
+    assert params["master_addr"] == "gpu1" and params["master_port"] == 29500 + 711
+    ranks = params["pipeline_parallel_size"] * params["tensor_parallel_size"]
+    assert ranks == params["nnodes"] * int(asked["gpus-per-node"])

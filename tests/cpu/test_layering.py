@@ -27,7 +27,9 @@ _EVERYONE_MAY_READ = {
     "json_file",
     "model_config",
     "draft_config",
+    "quantization_config",
     "observe",
+    "version",
 }
 
 # Plain data that others than its folder's readers need.
@@ -44,36 +46,64 @@ _DATA = {
 
 _MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "request": {"errors"},
     "json_file": {"errors"},
     "config_keys": {"errors"},
-    "model_config": {"errors", "json_file", "config_keys"},
+    "quantization_config": {"errors", "config_keys"},
+    "model_config": {"errors", "json_file", "config_keys", "quantization_config"},
     "draft_config": {"errors", "json_file", "config_keys", "model_config"},
-    "config": {"errors", "model_config", "draft_config"},
+    "option_values": {"errors"},
+    "speculative_config": {"errors", "option_values"},
+    "config": {
+        *("errors", "model_config", "draft_config", "quantization_config"),
+        *("option_values", "speculative_config"),
+    },
     "observe": set(),
     "checkpoint_folder": {"model.tiny", "draft.tiny"},
-    "compatibility": {"cache.page_pool"},
+    "compatibility_rule": set(),
+    "quantization_rules": {"compatibility_rule"},
+    "compatibility": {"cache.page_pool", "compatibility_rule", "quantization_rules"},
+    "support_table": {"compatibility"},
     "visible_gpus": set(),
-    "resolve": {"visible_gpus", "checkpoint_folder", "compatibility", "pipeline.partition"},
+    "resolve": {
+        "visible_gpus",
+        "checkpoint_folder",
+        "compatibility",
+        "quantization_rules",
+        "pipeline.partition",
+        "pipeline.topology",
+        "costs",
+    },
+    # What layers read and compute: balanced over stages by one, timed in plans by the other.
+    "costs": {"pipeline.stage"},
+    "published": set(),
     "text": set(),
     "cache": set(),
     "schedule": {"cache"},
     "kernels": set(),
-    "model": {"kernels", "pipeline.stage"},
+    "model": {"kernels", "pipeline.stage", "published"},
     "draft": {"model", "kernels", *_DATA},
     # The layers declare what they need of a tensor-parallel group; pipeline/ provides it.
-    "pipeline": {"model.parallel_linear", "kernels.peer", *_DATA},
+    "pipeline": {
+        *("model.parallel_linear", "costs", "kernels.peer", "kernels.dependent_launch"),
+        *_DATA,
+    },
     "runner": {"model", "pipeline", "draft", "kernels", *_DATA},
     # Reads the vocabulary; knows neither requests in flight nor processes.
     "grammar": {"text"},
-    "engine": {"schedule", "pipeline", "runner", "cache", "resolve", "grammar", "text"},
+    "engine": {
+        *("schedule", "pipeline", "runner", "cache", "resolve", "grammar", "text"),
+        # Where compiled kernels are kept is a matter of the process.
+        "kernels.kernel_cache",
+    },
     "outputs": {"text", "schedule.commit", "schedule.speculation_stats"},
     "live_request": {"outputs", "engine.client", "schedule.commit"},
     "benchmarks": {"text"},
     "api": {
         *("text", "engine.client", "engine.messages", "outputs", "live_request"),
         # Several API processes: who starts them, and how they reach the engine.
-        *("engine.launch", "engine.attach"),
+        *("engine.launch", "engine.attach", "engine.child_processes"),
         # What the engine counts, as it is told.
         *("cache.cache_stats", "schedule.speculation_stats"),
     },
@@ -91,7 +121,7 @@ _API_MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Where a program starts: they may import anything, and nothing below may import them.
-_EDGES = {"__init__", "__main__", "cli", "llm", "demo", "fuzz"}
+_EDGES = {"__init__", "__main__", "cli", "llm", "demo", "fuzz", "checking", "planning"}
 
 _TORCH_FREE = (
     "schedule",
@@ -101,8 +131,13 @@ _TORCH_FREE = (
     "request",
     "model_config",
     "draft_config",
+    "quantization_config",
+    "speculative_config",
     "compatibility",
+    "support_table",
     "resolve",
+    "costs",
+    "published",
     "checkpoint_folder",
     "observe",
     "engine.loop",
@@ -111,9 +146,14 @@ _TORCH_FREE = (
     "api.processes",
 )
 
-# engine/children.py tells the collective library its interface, the supervisor the library of
-# metrics its folder; the other finds ~/.cache.
-_MAY_USE_ENVIRONMENT = {"engine.children", "checkpoint_folder", "api.processes.supervisor"}
+# engine/children.py tells the collective library its interface, torchrun each rank what it is, the
+# supervisor the library of metrics its folder; the other finds ~/.cache.
+_MAY_USE_ENVIRONMENT = {
+    "engine.children",
+    "engine.hosts.torchrun",
+    "checkpoint_folder",
+    "api.processes.supervisor",
+}
 
 _OPTIONS = (
     "model",
@@ -121,6 +161,11 @@ _OPTIONS = (
     "tensor_parallel_size",
     "pp_partition",
     "dtype",
+    "mxfp4_experts",
+    "online_quantization",
+    "online_quantization_include",
+    "online_quantization_exclude",
+    "kv_cache_dtype",
     "device",
     "max_model_len",
     "max_num_seqs",
@@ -133,7 +178,17 @@ _OPTIONS = (
     "load_format",
     "hf_overrides",
     "distributed_executor_backend",
+    "launcher",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "network_interface",
+    "distributed_timeout_seconds",
     "execute_model_timeout_seconds",
+    "recover",
+    "max_recoveries",
+    "recovery_window_seconds",
     "enforce_eager",
     "cudagraph_capture_sizes",
     "async_scheduling",

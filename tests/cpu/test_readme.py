@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from stagecoach import compatibility
+from stagecoach import support_table
 from stagecoach.__main__ import app
 
 _ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def _definitions(path: Path) -> frozenset[str]:
 
 
 def test_the_support_table_is_the_generated_one() -> None:
-    assert _between("support") == compatibility.render_markdown().strip(), (
+    assert _between("support") == support_table.render_markdown().strip(), (
         "replace it by the output of: stagecoach support --markdown"
     )
 

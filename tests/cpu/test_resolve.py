@@ -12,6 +12,8 @@ import torch
 from stagecoach import visible_gpus
 from stagecoach.config import EngineConfig, SpeculativeConfig
 from stagecoach.errors import CapacityError, CheckpointError, ConfigError
+from stagecoach.model.tiny import TinyShape, kimi_k3_config
+from stagecoach.quantization_config import NamePatterns
 from stagecoach.resolve import resolve
 
 _CONFIG: dict[str, Any] = {
@@ -361,3 +363,56 @@ def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(visible_gpus.ctypes, "CDLL", missing)
     assert visible_gpus.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "is_packed"),
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"mxfp4_experts": "packed"}, "cpu", True),
+        ({"mxfp4_experts": "decoded"}, "cuda", False),
+        # A rank's 16 columns are half a group.
+        ({"tensor_parallel_size": 2}, "cuda", False),
+    ],
+)
+def test_experts_stay_packed_on_a_gpu(
+    tmp_path: Path, options: dict[str, Any], device: str, *, is_packed: bool
+) -> None:
+    config_json = kimi_k3_config(TinyShape())
+    (tmp_path / "config.json").write_text(json.dumps(config_json), encoding="utf-8")
+    config = resolve(EngineConfig(model=str(tmp_path), **options), device)
+    assert config.quantization.keeps_packed == is_packed
+    assert config.quantization.fp8 is None and not config.draft_quantization.keeps_packed
+
+
+def test_a_draft_is_quantised_where_it_follows(folder: Path, draft_folder: Path) -> None:
+    options = {"model": str(folder), "online_quantization": "ptpc_fp8", "kv_cache_dtype": "fp8"}
+    exclude = ("*.mlp.*",)
+    for key, is_quantised in (("none", False), ("follow", True)):
+        speculative = SpeculativeConfig(
+            model=str(draft_folder), num_speculative_tokens=2, online_quantization=key
+        )
+        config = resolve(
+            EngineConfig(
+                **options, online_quantization_exclude=exclude, speculative_config=speculative
+            )
+        )
+        assert config.quantization.fp8 == NamePatterns(("*",), exclude)
+        assert config.draft_quantization.fp8 == (config.quantization.fp8 if is_quantised else None)
+        assert (config.cache_dtype, config.draft_cache_dtype) == ("fp8", None)
+
+
+def test_rows_that_no_kernel_reads_are_refused(folder: Path, draft_folder: Path) -> None:
+    """Which dtype and device there are is known once both are settled."""
+    options: dict[str, Any] = {"model": str(folder), "dtype": "float32"}
+    with pytest.raises(ConfigError, match="--kv-cache-dtype=bfloat16 and dtype=float32 and dev"):
+        resolve(EngineConfig(**options, kv_cache_dtype="bfloat16"), "cuda")
+    draft = SpeculativeConfig(
+        model=str(draft_folder), num_speculative_tokens=2, kv_cache_dtype="bfloat16"
+    )
+    with pytest.raises(ConfigError, match="--speculative-config kv_cache_dtype=bfloat16 and dtype"):
+        resolve(EngineConfig(**options, speculative_config=draft), "cuda")
+    resolve(EngineConfig(**options, kv_cache_dtype="bfloat16"), "cpu")
+    resolve(EngineConfig(**options, kv_cache_dtype="fp8"), "cuda")
+    resolve(EngineConfig(model=str(folder), kv_cache_dtype="bfloat16"), "cuda")

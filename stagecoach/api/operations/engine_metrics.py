@@ -58,6 +58,12 @@ class EngineMetrics:
             _share(stats.num_pages - stats.num_free_pages, stats.num_pages),
         )
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
+        yield self._counter(
+            "num_recoveries", "Lost workers were brought back.", stats.num_recoveries
+        )
+        yield self._counter(
+            "recovery_seconds", "Nothing was computed meanwhile.", stats.recovery_seconds
+        )
 
     def _steps(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._counter("num_steps", "Step plans that were committed.", stats.num_steps)
@@ -162,7 +168,7 @@ class EngineMetrics:
         engine = self._config.engine
         labels = {
             "block_size": engine.block_size,
-            "cache_dtype": self._config.dtype,
+            "cache_dtype": self._config.cache_dtype or self._config.dtype,
             "enable_prefix_caching": engine.enable_prefix_caching,
             "num_gpu_blocks": stats.num_pages,
             "num_state_slots": stats.num_slots,

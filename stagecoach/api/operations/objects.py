@@ -48,7 +48,7 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`status` is ok, loading, draining, dead or stalled; `reason` says more."""
+    """`status` is ok, loading, recovering, draining, dead or stalled; `reason` says more."""
 
     status: str
     reason: str | None = None

@@ -33,13 +33,15 @@ class Operations:
     async def health(self, request: Request) -> Response:
         """200 while the engine lives and gets on; else 503: loading, dead or stalled.
 
-        A server that drains is healthy, so that nobody kills it.
+        A server that drains is healthy, so that nobody kills it; so is one that recovers, which
+        ends by itself if it cannot.
         """
         condition = await self._service.health()
-        return _told(condition, is_fine=condition.status in ("ok", "draining"))
+        return _told(condition, is_fine=condition.status in ("ok", "draining", "recovering"))
 
     async def ready(self, request: Request) -> Response:
-        """200 while new requests are taken and get on; else 503: also while it drains."""
+        """200 while new requests are taken and get on; else 503: also while it drains or
+        recovers."""
         condition = await self._service.health()
         return _told(condition, is_fine=condition.status == "ok")
 

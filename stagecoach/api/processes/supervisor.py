@@ -29,13 +29,13 @@ from stagecoach.api.processes.server import (
 from stagecoach.api.settings import ServerSettings
 from stagecoach.config import ResolvedConfig
 from stagecoach.engine.attach import tell_failure
-from stagecoach.engine.client import EngineClient
-from stagecoach.engine.launch import (
-    ProcessEngine,
+from stagecoach.engine.child_processes import (
     apart_from_caller,
     describe_ending,
     end_processes,
 )
+from stagecoach.engine.client import EngineClient
+from stagecoach.engine.launch import ProcessEngine
 from stagecoach.errors import ConfigError, EngineDeadError
 from stagecoach.observe.log import get_logger
 

@@ -37,10 +37,12 @@ class ScriptedEngine:
         self.submitted: list[tuple[Sequence[int], SamplingParams]] = []
         self.aborted: list[int] = []
         self.failure: StagecoachError | None = None
+        self.recovering_from: str | None = None
         self.is_closed_in_order: bool | None = None
         self.stats_error: EngineDeadError | None = None
         self.refusal: RequestError | None = None
         self.num_steps = 0
+        self.recovery_seconds = 0.0
         self.plans: tuple[PlanTrace, ...] = ()
         self.asked_steps: list[int] = []  # of the timeline
         self.may_be_ready = threading.Event()
@@ -169,7 +171,11 @@ class ScriptedEngine:
             raise self.failure
         if self.stats_error is not None:
             raise self.stats_error
-        return engine_stats(num_steps=self.num_steps, num_running=len(self.open))
+        return engine_stats(
+            num_steps=self.num_steps,
+            num_running=len(self.open),
+            recovery_seconds=self.recovery_seconds,
+        )
 
     def timeline(self, first_step: int, timeout_seconds: float) -> Timeline:
         self.asked_steps.append(first_step)

@@ -294,8 +294,14 @@ def test_a_death_before_the_first_token_is_a_status(model_folder: Path) -> None:
             assert (answer.status, answer.error["code"]) == (503, "engine_dead")
 
 
-def test_values_that_are_not_finite_end_their_request_only(model_folder: Path) -> None:
-    reason = "NonFiniteError: NaN in what was computed for tokens [0, 3) of the request"
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("NonFiniteError: NaN in what was computed for tokens [0, 3)", "non_finite"),
+        ("LethalRequestError: workers died each time: worker[0,0] failed", "lethal_request"),
+    ],
+)
+def test_a_fault_of_one_request_ends_it_only(model_folder: Path, reason: str, code: str) -> None:
     with scripted_server(model_folder) as (server, engine):
 
         async def go(*, is_streamed: bool, has_begun: bool) -> Any:
@@ -313,9 +319,9 @@ def test_values_that_are_not_finite_end_their_request_only(model_folder: Path) -
         for is_streamed, has_begun in ((False, False), (False, True), (True, False)):
             answer = server.run(go(is_streamed=is_streamed, has_begun=has_begun))
             assert answer.status == 500
-            assert answer.error["code"] == "non_finite" and reason in answer.error["message"]
+            assert answer.error["code"] == code and reason in answer.error["message"]
         events = server.run(go(is_streamed=True, has_begun=True)).events
-        assert events[-1]["error"]["code"] == "non_finite"
+        assert events[-1]["error"]["code"] == code
         assert not engine.open
         assert server.get("/health").status == 200
 
@@ -348,6 +354,57 @@ def test_a_mistake_about_one_request_ends_no_other(
         assert chat.events[-1]["error"]["code"] == "internal_error"
         assert text.json["choices"][0]["text"] == "b"
         assert "a bug" in caplog.text and b"a bug" not in chat.body
+
+
+def test_an_engine_that_recovers_lives_and_takes_requests(model_folder: Path) -> None:
+    with scripted_server(model_folder, stall_timeout_seconds=0.05) as (server, engine):
+
+        async def go() -> Any:
+            task = asyncio.create_task(call(server.app, "POST", TEXT, {"prompt": "a"}))
+            await until(lambda: engine.open)
+            engine.tell(next(iter(engine.open)), token_ids=(98,), finish_reason=FinishReason.STOP)
+            return await task
+
+        engine.recovering_from = "worker[0,1] was killed by SIGKILL"
+        for path, status in (("/health", 200), ("/ready", 503)):
+            answer = server.get(path)
+            assert answer.status == status
+            assert answer.json == {"status": "recovering", "reason": engine.recovering_from}
+        assert server.run(go()).json["choices"][0]["text"] == "b"
+        engine.recovering_from = None
+        assert server.get("/ready").json["status"] == "ok"
+        engine.recovering_from, engine.failure = "worker[0,1]", EngineDeadError("gone")
+        assert server.get("/health").json["status"] == "dead"
+        engine.failure = None
+
+
+def test_the_time_of_a_recovery_is_no_stall(model_folder: Path) -> None:
+    """Neither while it drains nor between its end and the first step."""
+    with scripted_server(model_folder, stall_timeout_seconds=0.05) as (server, engine):
+
+        async def health() -> tuple[int, str]:
+            answer = await call(server.app, "GET", "/health")
+            return answer.status, answer.json["status"]
+
+        async def go() -> None:
+            async with exchange(server.app, "POST", TEXT, encoded(prompt="a", stream=True)):
+                await until(lambda: engine.open)
+                assert await health() == (200, "ok")
+                engine.recovering_from = "worker[0,1] was killed by SIGKILL"
+                await asyncio.sleep(0.1)
+                assert await health() == (200, "recovering")
+                engine.recovering_from, engine.recovery_seconds = None, 0.1
+                assert await health() == (200, "ok")
+                engine.recovering_from = "worker[0,0] was killed by SIGKILL"
+                server.service.drain(60.0)
+                await asyncio.sleep(0.1)
+                assert await health() == (200, "draining")
+                engine.recovering_from, engine.recovery_seconds = None, 0.2
+                assert await health() == (200, "draining")
+                await asyncio.sleep(0.1)
+                assert await health() == (503, "stalled")
+
+        server.run(go())
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

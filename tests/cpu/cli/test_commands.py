@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from stagecoach import compatibility
+from stagecoach import compatibility, support_table
 from stagecoach.__main__ import app, main
 from stagecoach.demo.tasks import FAMILIES
 from tests.cpu.cli.command_run import (
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Any] = {
 
 def test_the_commands() -> None:
     assert set(COMMANDS) == {
-        "generate", "serve", "demo", "eval", "fuzz", "chat", "support",
+        "generate", "serve", "demo", "eval", "fuzz", "chat", "check", "plan", "support",
         "bench serve", "bench latency", "bench throughput",
     }  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_support_prints_features_and_refusals(stagecoach: Stagecoach) -> None:
 
 def test_support_in_markdown_is_the_table_of_the_readme(stagecoach: Stagecoach) -> None:
     run = stagecoach("support", "--markdown")
-    assert run.stdout == compatibility.render_markdown()
+    assert run.stdout == support_table.render_markdown()
 
 
 def test_eval_prints_a_score_for_each_task(stagecoach: Stagecoach, folder: Path) -> None:

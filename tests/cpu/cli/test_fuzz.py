@@ -57,6 +57,10 @@ def test_seconds_end_it_too(stagecoach: Stagecoach, folder: Path) -> None:
             "synthetic_acceptance_length=2",
         ),
         (("--speculative-config", '{"model": "tiny-draft", "watchdog": true}'), "watchdog=true"),
+        (
+            ("--speculative-config", '{"model": "tiny-draft", "kv_cache_dtype": "fp8"}'),
+            "kv_cache_dtype=fp8",
+        ),
     ],
 )
 def test_what_cannot_be_fuzzed_is_wrong_usage(

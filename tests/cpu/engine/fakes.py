@@ -21,8 +21,11 @@ from stagecoach.engine.messages import (
     Allocate,
     FromWorker,
     Hello,
+    Meet,
     Outputs,
+    Part,
     PlanDone,
+    RespawnWorkers,
     RunPlan,
     Shutdown,
     StepEcho,
@@ -31,11 +34,13 @@ from stagecoach.engine.messages import (
     ToEngine,
     ToWorker,
     WorkerAllocated,
+    WorkerApart,
     WorkerReady,
+    WorkersEnded,
 )
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model_config import parse_model_config
-from stagecoach.pipeline.partition import partition
+from stagecoach.pipeline.partition import estimate_layer_costs, partition
 from stagecoach.pipeline.topology import Topology
 from stagecoach.request import FinishReason, SamplingParams
 from stagecoach.schedule.step_plan import RowResult, Segment, StepPlan, StepResult, plan_digest
@@ -87,7 +92,9 @@ def resolved(
         checkpoint=checkpoint or Path("nowhere"),
         dtype="float64" if engine.dtype == "auto" else engine.dtype,
         max_model_len=engine.max_model_len or 64,
-        partition=partition(model, engine.pipeline_parallel_size, engine.pp_partition),
+        partition=partition(
+            estimate_layer_costs(model), engine.pipeline_parallel_size, engine.pp_partition
+        ),
     )
 
 
@@ -118,6 +125,10 @@ class ScriptedPort:
         plans: launched and not answered, oldest first.
         most_in_flight: the greatest length of `plans` so far.
         answers_allocate: workers answer Allocate at once.
+        gone: ranks whose processes have ended; the others part, and meet, when they are told to.
+        respawned: ranks that were started anew, all at once, in order.
+        answers_respawn: those load at once.
+        answers_meet: workers that are not gone answer Meet at once.
     """
 
     def __init__(self, config: ResolvedConfig, *events: Callable[[], object]) -> None:
@@ -132,6 +143,11 @@ class ScriptedPort:
         self.encoded: dict[int, bytes] = {}
         self.most_in_flight = 0
         self.answers_allocate = True
+        self.gone: set[int] = set()
+        self.respawned: list[tuple[int, ...]] = []
+        self.generations: dict[int, int] = {}  # of respawned ranks
+        self.answers_respawn = self.answers_meet = True
+        self.next_step: int | None = None  # what the next plan must be
         self.to_one_worker: list[tuple[int, ToWorker]] = []
         self.num_wakes = 0
         self._from_clients: deque[tuple[int, ToEngine]] = deque()
@@ -161,6 +177,25 @@ class ScriptedPort:
                 available_bytes=available_bytes.get(f"rank_{rank}", 1 << 20),
             )
             self.reply(WorkerReady(worker=self.topology.worker(rank).name, needs=needs), rank)
+
+    def lose(self, *ranks: int, reason: str = "") -> None:
+        """The owner tells of the ends of these workers."""
+        self.gone.update(ranks)
+        names = ", ".join(self.topology.worker(rank).name for rank in ranks)
+        self.say(
+            WorkersEnded(
+                ranks=ranks,
+                generations=tuple(self.generations.get(rank, 0) for rank in ranks),
+                reason=reason or f"{names} was killed by SIGKILL",
+            )
+        )
+
+    def apart(self, ranks: Sequence[int], generation: int) -> None:
+        """Those that live have let go of all but their weights."""
+        for rank in ranks:
+            if rank not in self.gone:
+                worker = self.topology.worker(rank).name
+                self.reply(WorkerApart(worker=worker, generation=generation), rank)
 
     def echo(self, plan: StepPlan, rank: int, digest: bytes | None = None) -> None:
         if digest is None:
@@ -236,8 +271,18 @@ class ScriptedPort:
             case Allocate() if self.answers_allocate:
                 for worker in self.topology.workers:
                     self.reply(WorkerAllocated(worker=worker.name), worker.rank)
+            case Part(generation=generation):
+                self.plans.clear()
+                self.apart(range(self.topology.num_workers), generation)
+            case Meet(first_step=first_step):
+                self.next_step = first_step
+                if self.answers_meet:
+                    ranks = range(self.topology.num_workers)
+                    self.ready([rank for rank in ranks if rank not in self.gone])
             case RunPlan(encoded_plan=encoded):
                 plan = StepPlan.decode(encoded)
+                assert self.next_step in (None, plan.step), f"not step {self.next_step}:\n{plan}"
+                self.next_step = plan.step + 1
                 self.encoded[plan.step] = encoded
                 self.plans.append(plan)
                 self.most_in_flight = max(self.most_in_flight, len(self.plans))
@@ -252,6 +297,14 @@ class ScriptedPort:
 
     def send_client(self, client: int, message: ToClient) -> None:
         self.to_clients.append((client, messages.decode_to_client(messages.encode(message))))
+        if isinstance(message, RespawnWorkers):
+            assert client == 0, "the owner is the first client"
+            self.respawned.append(message.ranks)
+            self.generations |= dict.fromkeys(message.ranks, message.generation)
+            self.plans.clear()
+            if self.answers_respawn:
+                self.gone.difference_update(message.ranks)
+                self.apart(message.ranks, message.generation)
 
     def close(self) -> None: ...
 

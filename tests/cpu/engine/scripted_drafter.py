@@ -50,6 +50,9 @@ class ScriptedDrafter:
     def finish_context(self) -> None:
         """Rows are written at once."""
 
+    def drop_context(self) -> None:
+        """No row is ever due."""
+
     def propose(
         self,
         block: BlockInputs,

@@ -34,6 +34,26 @@ def test_other_weights_have_another_identity(changed: dict[str, Any]) -> None:
     assert cache_identity(dataclasses.replace(config, **changed)) != cache_identity(config)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"online_quantization": "ptpc_fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "bfloat16"},
+    ],
+)
+def test_quantised_weights_or_rows_have_another_identity(changed: dict[str, Any]) -> None:
+    assert cache_identity(resolved(**changed)) != cache_identity(resolved())
+
+
+def test_what_ranks_quantise_by_themselves_depends_on_the_split() -> None:
+    one, two = (
+        cache_identity(resolved(online_quantization="ptpc_fp8", tensor_parallel_size=size))
+        for size in (1, 2)
+    )
+    assert one != two
+
+
 def test_seeds_of_dummy_weights_are_told_apart() -> None:
     first, second = (cache_identity(resolved(load_format="dummy", seed=seed)) for seed in (1, 2))
     assert first != second

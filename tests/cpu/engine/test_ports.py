@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 import zmq
 
+from stagecoach.engine.contact import plan_channel_in
 from stagecoach.engine.messages import (
     Abort,
     EngineFailed,
@@ -74,7 +75,7 @@ class ZmqCarrier:
         self.folder = Path(tempfile.mkdtemp(prefix="ports-"))
         self.client: ClientPort = ZmqClientPort(self.folder, client=0)
         self.workers: list[WorkerPort] = [
-            ZmqWorkerPort(self.folder, rank) for rank in range(NUM_WORKERS)
+            ZmqWorkerPort(plan_channel_in(self.folder), rank) for rank in range(NUM_WORKERS)
         ]
         # The last to come, as in an engine whose loop is the slowest to start.
         self.loop: LoopPort = ZmqLoopPort(self.folder, NUM_WORKERS)
@@ -347,7 +348,7 @@ def test_the_last_words_of_a_worker_and_a_client_reach_the_loop(carrier: Carrier
 
 
 def test_ports_close_though_nobody_ever_listened(zmq_folder: Path) -> None:
-    client, worker = ZmqClientPort(zmq_folder, 0), ZmqWorkerPort(zmq_folder, 0)
+    client, worker = ZmqClientPort(zmq_folder, 0), ZmqWorkerPort(plan_channel_in(zmq_folder), 0)
     client.send(Shutdown())
     worker.send(WorkerAllocated(worker="0"))
     in_threads([client.close, worker.close], timeout_seconds=10)

@@ -46,6 +46,28 @@ def test_a_fixed_seed_set_finds_nothing_and_does_everything(given: Given, player
         assert counts[name] > 0, f"no {name} in {NUM_SCHEDULES} schedules: {counts}"
 
 
+def test_schedules_of_a_quantised_model_find_nothing(given: Given, player: Player) -> None:
+    """Against one stage with as many ranks, as each quantises its own columns."""
+    formats = {
+        "online_quantization": "ptpc_fp8",
+        "online_quantization_exclude": ["*.experts.*", "*.b_proj.*"],
+        "kv_cache_dtype": "fp8",
+    }
+    ranks = set()
+    for index in range(8):
+        script = draw_script(5, index, given)
+        script = msgspec.structs.replace(script, engine=script.engine | formats)
+        ranks.add(script.engine["tensor_parallel_size"])
+        if script.engine["tensor_parallel_size"] == 1:  # the experts have one group of columns
+            script = msgspec.structs.replace(
+                script, engine=script.engine | {"mxfp4_experts": "packed"}
+            )
+        outcome = player.play(script)
+        assert outcome.finding is None, f"schedule {index}: {outcome.finding}"
+        assert outcome.stats is not None
+    assert len(ranks) > 1
+
+
 def test_chained_schedules_find_nothing(
     given: Given, player: Player, monkeypatch: pytest.MonkeyPatch
 ) -> None:

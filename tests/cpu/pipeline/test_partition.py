@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.costs.machine import H200
+from stagecoach.costs.step_time import StepCosts, StepShape, Storage
 from stagecoach.draft.tiny import TinyDraftShape, gqa_draft_config, mla_draft_config
 from stagecoach.draft_config import DraftConfig, parse_draft_config
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 from stagecoach.model_config import ModelConfig, parse_model_config
-from stagecoach.pipeline.partition import balance, estimate_layer_costs, partition
+from stagecoach.pipeline.partition import (
+    balance,
+    estimate_layer_costs,
+    partition,
+    time_layer_costs,
+)
+from stagecoach.published import published_config
 
 pytestmark = pytest.mark.cpu
 
@@ -25,6 +33,10 @@ def tiny_config(**sizes: object) -> ModelConfig:
 def tiny_draft(config: Callable[[TinyDraftShape], dict[str, Any]]) -> DraftConfig:
     """Three taps and two layers, for hidden size 64 and a vocabulary of 512."""
     return parse_draft_config(config(TinyDraftShape()))
+
+
+def split(config: ModelConfig, num_stages: int, **draft: Any) -> tuple[int, ...]:
+    return partition(estimate_layer_costs(config, **draft), num_stages)
 
 
 def group_sums(costs: list[int], counts: tuple[int, ...]) -> list[int]:
@@ -76,8 +88,8 @@ def test_real_sizes_are_split_quickly() -> None:
 def test_a_heavy_head_and_a_draft_move_layers_to_the_front() -> None:
     plain = tiny_config(vocab_size=512)
     heavy_head = replace(plain, vocab_size=20_000)
-    assert partition(heavy_head, 2)[1] < partition(plain, 2)[1]
-    assert partition(plain, 2, draft=tiny_draft(mla_draft_config))[1] < partition(plain, 2)[1]
+    assert split(heavy_head, 2)[1] < split(plain, 2)[1]
+    assert split(plain, 2, draft=tiny_draft(mla_draft_config))[1] < split(plain, 2)[1]
 
 
 def test_costs_follow_the_architecture() -> None:
@@ -132,22 +144,37 @@ def test_the_tokens_of_a_window_share_all_weights_but_the_experts() -> None:
 
 def test_kimi_linear_has_costs_too() -> None:
     config = parse_model_config(kimi_linear_config(TinyShape(q_lora_rank=None)))
-    assert sum(partition(config, 3)) == config.num_layers
+    assert sum(split(config, 3)) == config.num_layers
 
 
 @pytest.mark.parametrize("override", [(5, 4), (5, 4, 1), (5, 0, 4), (10, -2, 1)])
 def test_an_override_that_does_not_fit_never_gets_here(override: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="of 9 layers"):
-        partition(tiny_config(), 3, override)
+        partition(estimate_layer_costs(tiny_config()), 3, override)
 
 
 def test_an_override_that_fits_is_taken() -> None:
-    assert partition(tiny_config(), 3, [1, 7, 1]) == (1, 7, 1)
+    assert partition(estimate_layer_costs(tiny_config()), 3, [1, 7, 1]) == (1, 7, 1)
 
 
-def test_a_head_counts_for_less_beside_the_experts_of_many_requests() -> None:
-    heavy_head = tiny_config(vocab_size=20_000)
-    assert partition(heavy_head, 2)[1] <= partition(heavy_head, 2, num_requests=16)[1]
-    costs = [estimate_layer_costs(heavy_head, num_requests=count) for count in (1, 16)]
-    assert costs[0].last_stage == costs[1].last_stage
-    assert sum(costs[0].layers) < sum(costs[1].layers)
+def test_on_a_gpu_a_head_counts_for_less_beside_the_experts_of_many_requests() -> None:
+    heavy_head = tiny_config(vocab_size=200_000, num_experts=64, expert_size=512, latent_size=512)
+    costs = StepCosts(machine=H200, model=heavy_head)
+
+    def head_share(num_windows: int) -> float:
+        times = time_layer_costs(costs, StepShape(num_windows=num_windows, context=100))
+        return times.last_stage / sum(times.layers)
+
+    assert head_share(16) < head_share(1)
+
+
+def test_on_a_gpu_a_head_counts_for_more_beside_packed_experts() -> None:
+    config = parse_model_config(published_config("kimi-k3"))
+    step = StepShape(num_windows=16, context=2048)
+
+    def head_share(expert_bytes: float) -> float:
+        costs = StepCosts(machine=H200, model=config, storage=Storage(expert=expert_bytes))
+        times = time_layer_costs(costs, step)
+        return times.last_stage / sum(times.layers)
+
+    assert head_share(0.53125) > head_share(2.0)

@@ -151,9 +151,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from stagecoach.kernels.peer import peer_kernel, word_kernel
 
-WORDS = dict(RANK=1, SIZE=2, MAX_WORDS=16384, TILE=512, SUMMED_BYTES=2)
+WORDS = dict(RANK=1, SIZE=2, MAX_WORDS=16384, TILE=512, SUMMED_BYTES=2, IS_DEPENDENT=True)
 EXCHANGE = dict(
-    RANK=1, SIZE=2, MAX_PROGRAMS=64, PROGRAM_VALUES=32768, TILE=4096, SUMS=True, VALUE_BYTES=2
+    RANK=1, SIZE=2, MAX_PROGRAMS=64, PROGRAM_VALUES=32768, TILE=4096, SUMS=True, VALUE_BYTES=2,
+    IS_DEPENDENT=True,
 )
 HOP = dict(DEPTH=8, MAX_PROGRAMS=64, PROGRAM_VALUES=32768, TILE=4096)
 for kernel, constants in (
@@ -175,12 +176,14 @@ for kernel, constants in (
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 16},
+        options={"num_warps": 16, "launch_pdl": kernel is peer_kernel.exchange_kernel},
     )
     ptx = compiled.asm["ptx"]
     assert "st.global.v4.b32" in ptx, "stores to a peer are 16 bytes wide"
     assert "sys.release" in ptx and "sys.acquire" in ptx
     assert "st.global.b16" not in ptx
+    if kernel is peer_kernel.exchange_kernel:
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), "the message is complete"
 signature = dict.fromkeys(("x_ptr", "out_ptr", "counts_ptr"), "*i32")
 signature |= dict.fromkeys(("marked_ptr", "distances_ptr"), "*i64") | {"num_words": "i32"}
 aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(signature))}
@@ -192,8 +195,10 @@ compiled = triton.compile(
         aligned,
     ),
     target=GPUTarget("cuda", 90, 32),
+    options={"launch_pdl": True},
 )
 ptx = compiled.asm["ptx"]
+assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), "the message is complete"
 assert "st.global.v2.b64" in ptx and "ld.volatile.global.v2.b64" in ptx, "words and marks together"
 print("compiled")
 """

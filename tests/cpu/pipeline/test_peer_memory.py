@@ -26,7 +26,9 @@ def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def memory_of_two(num_bytes: int) -> tuple[PeerMemory, Tensor]:
+def memory_of_two(
+    num_bytes: int, ranks: tuple[int, int] | None = None
+) -> tuple[PeerMemory, Tensor]:
     regions = torch.zeros(2, num_bytes, dtype=torch.uint8)
 
     def get_buffer(rank: int, sizes: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
@@ -34,14 +36,14 @@ def memory_of_two(num_bytes: int) -> tuple[PeerMemory, Tensor]:
 
     addresses = [region.data_ptr() for region in regions]
     handle = SimpleNamespace(rank=1, buffer_ptrs=addresses, get_buffer=get_buffer)
-    return PeerMemory(regions[1], handle), regions
+    return PeerMemory(regions[1], handle, ranks), regions
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_where_it_fails_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(num_bytes: int, device: torch.device) -> PeerMemory:
+    def refuse(num_bytes: int, device: torch.device, hosts: None) -> PeerMemory:
         raise RuntimeError("no path between the GPUs\nat some line of C++")
 
     monkeypatch.setattr(peer_memory, "_rendezvous", refuse)
@@ -72,3 +74,10 @@ def test_a_view_lies_where_it_was_asked_for() -> None:
     assert memory.addresses[1] - memory.addresses[0] == 1024
     with pytest.raises(AssertionError, match="bytes up to 1028 of 1024"):
         memory.view(0, 1020, 2, torch.int32)
+
+
+def test_ranks_of_another_host_keep_their_numbers() -> None:
+    memory, regions = memory_of_two(1024, ranks=(4, 5))
+    assert memory.rank == 5 and memory.addresses[4] == regions[0].data_ptr()
+    memory.view(4, 0, 8, torch.int32).fill_(7)
+    assert regions[0].view(torch.int32)[:8].tolist() == [7] * 8 and not regions[1].any()

@@ -16,6 +16,7 @@ from stagecoach.pipeline import process_links
 from stagecoach.pipeline.boundary import BoundaryField
 from stagecoach.pipeline.handoff import Handoff
 from stagecoach.pipeline.links import Links
+from stagecoach.pipeline.rendezvous import Rendezvous
 from stagecoach.pipeline.topology import Topology, WorkerId
 
 pytestmark = pytest.mark.cpu
@@ -102,7 +103,9 @@ def work(worker: WorkerId, rendezvous: Path, report: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         with torch.inference_mode():
-            links = process_links.connect(worker, TOPOLOGY, rendezvous)
+            links = process_links.connect(
+                worker, TOPOLOGY, Rendezvous(file=rendezvous, timeout_seconds=_JOIN_SECONDS)
+            )
             check_collectives(links, worker)
             is_first = worker.stage == 0
             incoming, outgoing = ((), FIELDS) if is_first else (FIELDS, ())

@@ -32,6 +32,17 @@ def test_the_ranks_of_a_stage_are_neighbours_in_order(topology: Topology) -> Non
         assert [topology.worker(rank).tp_rank for rank in ranks] == list(range(topology.tp_size))
 
 
+@given(topologies, st.integers(1, 9))
+def test_hosts_share_whole_stages_in_order(topology: Topology, num_hosts: int) -> None:
+    shares = [topology.host_ranks(host, num_hosts) for host in range(num_hosts)]
+    assert [rank for share in shares for rank in share] == list(range(topology.num_workers))
+    sizes = [len(share) // topology.tp_size for share in shares]
+    assert all(len(share) % topology.tp_size == 0 for share in shares)
+    assert max(sizes) - min(sizes) <= 1
+    # What is refused where hosts outnumber stages.
+    assert (min(sizes) > 0) == (num_hosts <= topology.num_stages)
+
+
 @given(topologies)
 def test_tensor_rank_0_of_the_last_stage_samples(topology: Topology) -> None:
     sampler = topology.worker(topology.sampler_rank)

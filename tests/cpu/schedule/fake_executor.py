@@ -15,6 +15,7 @@ from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.request import Request, SamplingParams, TokenLogprobs
 from stagecoach.schedule.commit import Progress
 from stagecoach.schedule.draft_policy import DraftPolicy
+from stagecoach.schedule.replay import Unfinished
 from stagecoach.schedule.scheduler import Scheduler
 from stagecoach.schedule.shadow import Shadows
 from stagecoach.schedule.step_plan import (
@@ -299,6 +300,7 @@ class Harness:
             policy = policy or FakePolicy()
             drafter = drafter or FakeDrafter(limits.num_draft_tokens)
         self.limits = limits
+        self._is_debugging = debug_poison
         self.scheduler = make_scheduler(limits, policy=policy, debug_poison=debug_poison)
         self.executor = FakeExecutor(limits.num_stages, limits.memory, limits.block_size, drafter)
         self.policy = policy
@@ -338,6 +340,26 @@ class Harness:
         if item is not None:
             self.progress[request.request_id].append(item)
         self.scheduler.check_integrity()
+
+    def lose_workers(self) -> Unfinished:
+        """The workers' memory and all that was in flight are gone; others start with empty ones."""
+        left = self.scheduler.leave()
+        lost = self.executor
+        self.scheduler = make_scheduler(
+            self.limits,
+            policy=self.policy,
+            first_step=left.next_step,
+            debug_poison=self._is_debugging,
+        )
+        self.executor = FakeExecutor(
+            self.limits.num_stages, self.limits.memory, self.limits.block_size, lost.drafter
+        )
+        self.executor.break_rows = lost.break_rows
+        self._committed = len(self.plans)
+        for request in left.requests:
+            self.scheduler.add(request)
+        self.scheduler.check_integrity()
+        return left
 
     def launch(self) -> StepPlan | None:
         was_idle = {

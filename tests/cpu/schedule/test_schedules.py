@@ -103,8 +103,18 @@ class Traffic:
         return request
 
 
-def play(harness: Harness, random: Random, num_requests: int, abort_rate: float) -> None:
-    """Arrivals, aborts, launches, stages and commits in any order; then all the rest."""
+def play(
+    harness: Harness,
+    random: Random,
+    num_requests: int,
+    abort_rate: float,
+    loss_rate: float = 0.0,
+) -> None:
+    """Arrivals, aborts, launches, stages and commits in any order; then all the rest.
+
+    Args:
+        loss_rate: how often all that the workers have is lost.
+    """
     traffic = Traffic(random)
     added: list[Request] = []
     patience = random.choice([2, 10, 50])
@@ -113,6 +123,8 @@ def play(harness: Harness, random: Random, num_requests: int, abort_rate: float)
             harness.abort(random.choice(added))
         if random.random() < abort_rate / 20:
             harness.scheduler.reset_prefix_cache()
+        if loss_rate and random.random() < loss_rate:
+            harness.lose_workers()
         action = random.choice(["add", "launch", "advance", "advance", "commit"])
         if action == "add" and random.randrange(patience) < 2:
             added.append(traffic.add_to(harness))

@@ -5,7 +5,7 @@ const RETRY_MILLISECONDS = 1500;
 const ANSWER_MILLISECONDS = 12000;
 
 const STATUS_NAMES = {
-  ok: "serving", loading: "loading", draining: "ending", dead: "dead", stalled: "stalled",
+  ok: "serving", loading: "loading", recovering: "recovering", draining: "ending", dead: "dead", stalled: "stalled",
 };
 
 let timer = null;

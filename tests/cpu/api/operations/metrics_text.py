@@ -46,6 +46,8 @@ OUR_OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache_config_info": ("gauge", CACHE_CONFIG),
     "build_info": ("gauge", ("version",)),
     "engine_up": ("gauge", ()),
+    "num_recoveries_total": ("counter", ()),
+    "recovery_seconds_total": ("counter", ()),
     "num_steps_total": ("counter", ()),
     "plans_in_flight": ("gauge", ()),
     "window_length": ("histogram", ()),
