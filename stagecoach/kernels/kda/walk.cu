@@ -6,11 +6,11 @@
 //
 //     8 hold the state of the present unit in registers, from the replayed rows to the last token
 //     8 make the tokens of the next unit ready, a channel a thread, and store the present's outputs
-//     1 has the copy engine bring states and rows, and take states back
+//     2 have the copy engine bring rows and states
 //
-// States come through one buffer in shared memory and go through another: the next is on its way as
-// soon as the present is in registers. Stores from registers would keep the other warps' loads
-// waiting.
+// States come through one buffer in shared memory and go through another, a quarter at a time: the
+// next is on its way as soon as the present is in registers. Stores from registers would keep the
+// other warps' loads waiting.
 //
 // ACTIVATION_IS_BF16 is 1 for bfloat16 activations, 0 for float32; SHARED_BYTES what the host takes
 // `Shared` to be.
@@ -27,7 +27,9 @@ kda_walk(const __grid_constant__ Arguments a) {
     Shared &shared = *reinterpret_cast<Shared *>(dynamic_memory);
     if (threadIdx.x == 0) {
         barrier_init(&shared.rows_arrived, 32 + 1);  // lanes, and what lane 0 expects
-        barrier_init(&shared.state_arrived, 1);
+        barrier_init(&shared.replay_arrived[0], 1);
+        barrier_init(&shared.replay_arrived[1], 1);
+        for (int pair = 0; pair < NUM_PAIRS; ++pair) barrier_init(&shared.state_arrived[pair], 1);
         publish_barriers();
     }
     __syncthreads();
@@ -38,7 +40,8 @@ kda_walk(const __grid_constant__ Arguments a) {
         run_tokens(shared, a, threadIdx.x - NUM_ROLE_THREADS);
     } else {
         shrink_to_registers<COPIER_REGISTERS>();
-        if (threadIdx.x < 2 * NUM_ROLE_THREADS + 32)
-            run_copies(shared, a, threadIdx.x - 2 * NUM_ROLE_THREADS);
+        const int copier = threadIdx.x / 32 - 2 * NUM_ROLE_THREADS / 32, lane = threadIdx.x & 31;
+        if (copier == 0) run_row_copies(shared, a, lane);
+        if (copier == 1) run_state_copies(shared, a, lane);
     }
 }

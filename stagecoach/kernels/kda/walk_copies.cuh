@@ -1,20 +1,27 @@
-// The warp that copies: rows of tokens and states into shared memory, states back.
+// The warps that have the copy engine bring rows of tokens, and states with what is replayed on
+// them.
 #pragma once
 
 #include "walk_memory.cuh"
 #include "window_rows.cuh"
 
-// Asks for the state of a block's item of this index, and for the rows that are replayed on it.
-__device__ __forceinline__ void fetch_state(Shared &shared, const Arguments &a, const Unit &unit,
-                                            int index, int lane) {
+// Asks for a quarter of a state: the rows that two warps hold.
+__device__ __forceinline__ void fetch_quarter(Shared &shared, const Arguments &a, const Unit &unit,
+                                              int pair, int lane) {
+    if (unit.length == 0 || lane > 0) return;
+    barrier_expect(&shared.state_arrived[pair], 4 * QUARTER);
+    stream_bulk(coming_of(shared) + pair * QUARTER,
+                a.states + state_offset(a, unit, unit.read_slot) + pair * QUARTER, 4 * QUARTER,
+                &shared.state_arrived[pair], policy_of_streams());
+}
+
+// Asks for the rows that are replayed on the state of a block's item of this index.
+__device__ __forceinline__ void fetch_replayed(Shared &shared, const Arguments &a, const Unit &unit,
+                                               int index, int lane) {
     if (unit.length == 0) return;
     float *target = replayed_of(shared, a, index);
-    unsigned long long *barrier = &shared.state_arrived;
-    if (lane == 0) {
-        barrier_expect(barrier, 4 * (STATE_SIZE + unit.replay * ROW_WIDTH));
-        copy_bulk(coming_of(shared), a.states + state_offset(a, unit, unit.read_slot),
-                  4 * STATE_SIZE, barrier);
-    }
+    unsigned long long *barrier = &shared.replay_arrived[index & 1];
+    if (lane == 0) barrier_expect(barrier, 4 * unit.replay * ROW_WIDTH);
     __syncwarp();
 #pragma unroll 1
     for (int row = lane; row < unit.replay; row += 32)
@@ -67,36 +74,34 @@ __device__ __forceinline__ void fetch_rows(Shared &shared, const Arguments &a, c
     barrier_arrive(barrier);
 }
 
-// An item's state and rows are asked for once the one before has been read, and its state is stored
-// before the one behind is written where it lay.
-__device__ __forceinline__ void run_copies(Shared &shared, const Arguments &a, int lane) {
+// A unit's rows are asked for once those of the one before have been read.
+__device__ __forceinline__ void run_row_copies(Shared &shared, const Arguments &a, int lane) {
     Unit unit = unit_of(a, blockIdx.x);
-    int num_states = 0;
     if (lane == 0) shared.units[0] = unit;
     __syncwarp();
     fetch_rows(shared, a, unit, lane);
-    fetch_state(shared, a, unit, 0, lane);
-
-    for (int number = 0; unit.length > 0; ++number) {
-        const Unit behind = unit_behind(a, unit, gridDim.x);
+    for (int number = 1; unit.length > 0; ++number) {
+        unit = unit_behind(a, unit, gridDim.x);
         meet<NUM_WITH_COPIER>(ROWS_READ);
-        if (lane == 0) shared.units[(number + 1) & (NUM_UNITS - 1)] = behind;
+        if (lane == 0) shared.units[number & (NUM_UNITS - 1)] = unit;
         __syncwarp();
-        fetch_rows(shared, a, behind, lane);
-        if (unit.begin == 0) {
-            const Unit ahead = unit_of(a, unit.item + gridDim.x);
-            ++num_states;
-            meet<NUM_WITH_COPIER>(STATE_READ);
-            fetch_state(shared, a, ahead, num_states, lane);
-            if (lane == 0) wait_for_reads();
-            __syncwarp();
-            pass<NUM_WITH_COPIER>(STORE_READ);
-            meet<NUM_WITH_COPIER>(STATE_WRITTEN);
-            if (lane == 0 && unit.write_slot != 0)
-                store_bulk(a.states + state_offset(a, unit, unit.write_slot), going_of(shared),
-                           4 * STATE_SIZE);
-        }
-        unit = behind;
+        fetch_rows(shared, a, unit, lane);
     }
-    wait_for_reads();
+}
+
+// Quarters of an item's state are asked for once those of the one before have been read. Who read
+// them have also folded in what was replayed on the state before that.
+__device__ __forceinline__ void run_state_copies(Shared &shared, const Arguments &a, int lane) {
+    Unit unit = unit_of(a, blockIdx.x);
+    for (int pair = 0; pair < NUM_PAIRS; ++pair) fetch_quarter(shared, a, unit, pair, lane);
+    fetch_replayed(shared, a, unit, 0, lane);
+    for (int index = 1; unit.length > 0; ++index) {
+        unit = unit_of(a, unit.item + gridDim.x);
+#pragma unroll 1
+        for (int pair = 0; pair < NUM_PAIRS; ++pair) {
+            meet<64 + 32>(STATE_READ + pair);
+            fetch_quarter(shared, a, unit, pair, lane);
+        }
+        fetch_replayed(shared, a, unit, index, lane);
+    }
 }

@@ -44,11 +44,29 @@ __device__ __forceinline__ void publish_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void store_bulk(float *target, const float *source, int num_bytes) {
+// What goes through the L2 cache once is the first to leave it.
+__device__ __forceinline__ unsigned long long policy_of_streams() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void stream_bulk(void *target, const void *source, int num_bytes,
+                                            unsigned long long *barrier,
+                                            unsigned long long policy) {
     asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(address_of(target)),
+        "l"(source), "r"(num_bytes), "r"(address_of(barrier)), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_bulk(float *target, const float *source, int num_bytes,
+                                           unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n"
         "cp.async.bulk.commit_group;" ::"l"(target),
-        "r"(address_of(source)), "r"(num_bytes)
+        "r"(address_of(source)), "r"(num_bytes), "l"(policy)
         : "memory");
 }
 

@@ -5,12 +5,14 @@
 #include "walk_device.cuh"
 #include "window_arguments.cuh"
 
-// Of a block: those who hold the state, as many who make tokens ready, and a warp that copies.
+// Of a block: those who hold the state, as many who make tokens ready, and two warps that copy.
 constexpr int NUM_ROLE_THREADS = 256;
 constexpr int NUM_THREADS = 2 * NUM_ROLE_THREADS + 128;  // registers go from warpgroup to warpgroup
 constexpr int NUM_MEETING = 2 * NUM_ROLE_THREADS, NUM_WITH_COPIER = NUM_ROLE_THREADS + 32;
 constexpr int NUM_UNITS = 4;
 constexpr int STATE_SIZE = DIM * DIM;  // of a head
+constexpr int NUM_PAIRS = 4;  // of warps that hold the same rows of a state
+constexpr int QUARTER = STATE_SIZE / NUM_PAIRS;
 // Rows begin in different banks.
 constexpr int VALUE_STRIDE = DIM + 8, VECTOR_STRIDE = 2 * DIM + 4;
 
@@ -21,10 +23,8 @@ enum Meeting {
     VECTORS_READ,   // the state passes, they wait
     RESULTS_READY,  // the state passes, they wait: one for even units, one for odd
     PAIR = RESULTS_READY + 2,  // one for each two warps that hold the same values
-    ROWS_READ = PAIR + 4,      // those who make tokens ready pass, the copier waits
-    STATE_READ,                // the state passes, the copier waits
-    STORE_READ,                // the copier passes, the state waits
-    STATE_WRITTEN,             // the state passes, the copier waits
+    ROWS_READ = PAIR + 4,  // those who make tokens ready pass, the copier waits
+    STATE_READ,  // two warps pass, the copier waits: one for each quarter
 };
 
 // One tile of one head of one segment; of length 0 behind the last.
@@ -67,10 +67,13 @@ struct Shared {
     float log_rate, raw_beta[TILE], pad[3];
     Unit units[NUM_UNITS];  // a ring
     unsigned long long rows_arrived;
-    unsigned long long state_arrived;  // and what is replayed on it
+    unsigned long long replay_arrived[2];  // of states of even and of odd indices
+    unsigned long long state_arrived[NUM_PAIRS], unused;  // a multiple of 64 bytes in all
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host reserves another size");
+// The copy engine also takes odd multiples of 16: the walk was slower with them.
+static_assert(sizeof(Shared) % 64 == 0, "states behind it lie at multiples of 64 bytes");
 
 // Behind it: the state that comes, that which goes, and the rows that are replayed on states of even
 // and of odd indices.

@@ -79,10 +79,14 @@ __device__ __forceinline__ void store_state(const State &state, const Holder &ho
         for (int j = 0; j < QUADS; ++j) store_once(target + i * 8 * DIM + j * 16, state[i][j]);
 }
 
-// Leaves it for the copier to store, once that has stored the one before.
-__device__ __forceinline__ void hand_back(const State &state, const Holder &holder,
-                                          float *target) {
-    meet<NUM_WITH_COPIER>(STORE_READ);
+// Has the copy engine store it: each two warps their rows, once those before have left.
+__device__ __forceinline__ void hand_back(const State &state, const Holder &holder, Shared &shared,
+                                          const Arguments &a, const Unit &unit) {
+    const bool is_first = threadIdx.x % 32 == 0 && holder.half == 0;
+    float *target = going_of(shared);
+    if (is_first) wait_for_reads();
+    __syncwarp();
+    meet<64>(PAIR + holder.pair);
     const bool is_odd = holder.row & 1;
     target += holder.value * DIM + holder.key;
     float *first = target + 16 * is_odd, *second = target + 16 - 16 * is_odd;
@@ -94,7 +98,11 @@ __device__ __forceinline__ void hand_back(const State &state, const Holder &hold
             at(second + i * 8 * DIM + j * 16) = chosen(is_odd, state[i][j + 1], state[i][j]);
         }
     publish_shared();
-    pass<NUM_WITH_COPIER>(STATE_WRITTEN);
+    meet<64>(PAIR + holder.pair);
+    if (is_first && unit.write_slot != 0)
+        store_bulk(a.states + state_offset(a, unit, unit.write_slot) + holder.pair * QUARTER,
+                   going_of(shared) + holder.pair * QUARTER, 4 * QUARTER, policy_of_streams());
+    __syncwarp();
 }
 
 // Copies the state to the slots of the saves that are due behind so many tokens of the segment.
@@ -206,14 +214,16 @@ __device__ __forceinline__ void hold_states(Shared &shared, const Arguments &a) 
         meet<NUM_MEETING>(TOKENS_READY);
         const Unit unit = shared.units[number & (NUM_UNITS - 1)];
         if (unit.length == 0) {
+            wait_for_reads();
             return;
         }
         Tokens &tokens = shared.tokens[number & 1];
 
         if (unit.begin == 0) {
-            barrier_wait(&shared.state_arrived, num_states & 1);
+            barrier_wait(&shared.state_arrived[holder.pair], num_states & 1);
             load_state(state, holder, coming_of(shared));
-            pass<NUM_WITH_COPIER>(STATE_READ);
+            pass<64 + 32>(STATE_READ + holder.pair);
+            barrier_wait(&shared.replay_arrived[num_states & 1], num_states >> 1 & 1);
             const float *values = replayed_of(shared, a, num_states);
             ++num_states;
             if (a.first_save == nullptr) {
@@ -242,13 +252,13 @@ __device__ __forceinline__ void hold_states(Shared &shared, const Arguments &a) 
             fold(state, holder, tokens.decay[place], tokens.k[place], tokens.u[place]);
             if (is_last) break;
             if (unit.begin + place == 0) {
-                hand_back(state, holder, going_of(shared));
+                hand_back(state, holder, shared, a, unit);
                 save(state, holder, a, unit, 1);
             }
         }
         pass<NUM_MEETING>(RESULTS_READY + (number & 1));
         if (is_last && end > 0) {
-            hand_back(state, holder, going_of(shared));
+            hand_back(state, holder, shared, a, unit);
             save(state, holder, a, unit, 1);
         }
     }
