@@ -179,15 +179,30 @@ class Head:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._doorbell.close()
+        # Open still where no store was started.
+        self.store_listener.close()
+        self._turn_away()
         self._inbox.put(None)
-        for line in list(self._lines.values()):
+        with self._lock:
+            lines = list(self._lines.values())
+        for line in lines:
             line.send(self._end)
         deadline = time.monotonic() + wait_seconds
-        for line in list(self._lines.values()):
+        for line in lines:
             line.wait_until_closed(max(0.0, deadline - time.monotonic()))
             line.close()
         if self._meeting.release is not None:
             self._meeting.release()
+
+    def _turn_away(self) -> None:
+        """Who asked to join, and was not looked at before the end, hears of it."""
+        assert self._end is not None, "nobody more is let in"
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting = self._inbox.get_nowait()
+                if isinstance(waiting, _Arrival):
+                    waiting.line.send(self._end)
+                    waiting.line.close()
 
     def _publish(self) -> None:
         if self._meeting.publish is not None:
@@ -229,12 +244,14 @@ class Head:
             refusal = self._end
             if refusal is None and self._has_begun:
                 refusal = Ended(reason="this engine is complete and runs already")
-        if isinstance(join, Join) and refusal is None:
-            self._inbox.put(_Arrival(line, join))
-            return
-        if isinstance(join, Leaving) and refusal is None:
-            # It cannot come, and says so instead.
-            self._inbox.put(join)
+            if isinstance(join, Join) and refusal is None:
+                # It may be long until this member is looked at.
+                line.give_signs()
+                self._inbox.put(_Arrival(line, join))
+                return
+            if isinstance(join, Leaving) and refusal is None:
+                # It cannot come, and says so instead.
+                self._inbox.put(join)
         line.send(refusal or Ended(reason="the engine is told"))
         line.close()
 
@@ -285,8 +302,15 @@ class Head:
 
     def _welcome(self, arrival: _Arrival) -> None:
         join = arrival.join
-        self._joins[join.member] = join
-        self._lines[join.member] = arrival.line
+        with self._lock:
+            self._joins[join.member] = join
+            self._lines[join.member] = arrival.line
+            end = self._end
+        if end is not None:
+            # It came in between; the lines that were told are not these.
+            arrival.line.send(end)
+            arrival.line.close()
+            raise RendezvousError(end.reason)
         _LOG.info(
             "%s has joined from %s (%s)",
             self._meeting.name(join.member, join.host),
@@ -397,9 +421,15 @@ class Head:
                     else:
                         self._hear(join, word.message)
 
+    def _keep(self, word: _Word) -> bool:
+        """For who brings the members together, as long as that lasts."""
+        with self._lock:
+            if not self._has_begun:
+                self._inbox.put(word)
+            return not self._has_begun
+
     def _hear(self, join: Join, message: FromMember) -> None:
-        if not self._has_begun:
-            self._inbox.put(_Word(join.member, message))
+        if self._keep(_Word(join.member, message)):
             return
         name = self._meeting.name(join.member, join.host)
         match message:
@@ -410,8 +440,6 @@ class Head:
                 self._on_news(HostLostError(f"{name}: {reason}"))
 
     def _hear_cut(self, join: Join, reason: str) -> None:
-        if not self._has_begun:
-            self._inbox.put(_Word(join.member, None, reason))
-        elif self._end is None:
+        if not self._keep(_Word(join.member, None, reason)) and self._end is None:
             name = self._meeting.name(join.member, join.host)
             self._on_news(HostLostError(f"{name} is gone: {reason}"))

@@ -40,6 +40,7 @@ class Line(Generic[_Received]):
         self._decoder = decoder
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
+        self._gives_signs = False
 
     @property
     def peer_address(self) -> str:
@@ -72,6 +73,7 @@ class Line(Generic[_Received]):
     def start(self, on_message: Callable[[_Received], None], on_cut: Callable[[str], None]) -> None:
         """From here on messages are told in a thread of their own, then once how the line ended;
         and the other side hears signs of life."""
+        self.give_signs()
 
         def receive() -> None:
             try:
@@ -83,12 +85,19 @@ class Line(Generic[_Received]):
             finally:
                 self.close()
 
+        threading.Thread(target=receive, name="line receive", daemon=True).start()
+
+    def give_signs(self) -> None:
+        """The other side hears signs of life from here on; one caller after the other."""
+        if self._gives_signs:
+            return
+        self._gives_signs = True
+
         def ping() -> None:
             while not self._is_closed.wait(PING_SECONDS):
                 self.send(Ping())
 
-        for target in (receive, ping):
-            threading.Thread(target=target, name=f"line {target.__name__}", daemon=True).start()
+        threading.Thread(target=ping, name="line ping", daemon=True).start()
 
     def wait_until_closed(self, seconds: float) -> None:
         """By either side."""

@@ -41,6 +41,7 @@ from stagecoach.errors import (
     HostLostError,
     RendezvousError,
     StagecoachError,
+    WorkerDiedError,
 )
 from stagecoach.observe.log import get_logger
 from stagecoach.pipeline.rendezvous import Rendezvous
@@ -86,7 +87,7 @@ def withdraw(meeting: Meeting, error: StagecoachError) -> None:
         line.close()
 
 
-def _words(meeting: Meeting, error: StagecoachError) -> str:
+def _words(meeting: Meeting, error: Exception) -> str:
     return f"{meeting.name(meeting.member, socket.gethostname())}: {error}"
 
 
@@ -113,7 +114,7 @@ class _Member:
             self._join(line, self._interface, doorbell.port)
             line.start(self.events.put, lambda reason: self.events.put(_Cut(reason)))
             self._obey(line, processes)
-        except ConfigError as error:
+        except (ConfigError, WorkerDiedError, OSError) as error:
             if self._line is not None:
                 self._line.send(Leaving(reason=_words(self._meeting, error)))
             raise
@@ -227,7 +228,12 @@ def _connect(
         try:
             # A signal is heard in between.
             head = _find(meeting, min(left, _LOOK_UP_SECONDS))
-            return Line(socket.create_connection(head, min(left, SILENCE_SECONDS)), TO_MEMBER)
+            connection = socket.create_connection(head, min(left, SILENCE_SECONDS))
+            if connection.getsockname() != connection.getpeername():
+                return Line(connection, TO_MEMBER)
+            # Where nobody listens yet, a free port of this host may connect to itself.
+            connection.close()
+            reason = "nobody listens there"
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(min(_RETRY_SECONDS, max(0.0, left)))

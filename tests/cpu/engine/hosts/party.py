@@ -115,7 +115,6 @@ class Party:
     def close(self) -> None:
         for head in self._heads:
             head.end("the test is over", in_order=True)
-            head.store_listener.close()
 
 
 def gather(head: Head) -> Call:

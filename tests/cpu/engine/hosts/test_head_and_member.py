@@ -1,7 +1,10 @@
 """Hosts that come together, those that do not, and who hears of it: with threads as hosts."""
 
 import dataclasses
+import socket
+import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,7 @@ def test_a_rank_that_does_not_come_is_named_on_every_host(party: Party) -> None:
     for call in (gather(head), other):
         with pytest.raises(RendezvousError, match=text):
             call.result()
+    assert head.store_listener.fileno() == -1, "nothing listens any more"
 
 
 def test_a_head_that_does_not_come_is_named(party: Party) -> None:
@@ -223,3 +227,52 @@ def test_a_link_that_is_silent_is_cut_on_both_sides(
         other.result()
     # Whoever notices first ends the connection.
     assert "is gone: it gave no sign of life for 1 s" in f"{lost} {also_lost.value}"
+
+
+def test_who_comes_long_before_it_is_looked_at_hears_signs_of_life(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head may still start its loop, or wait for a place in a cluster."""
+    monkeypatch.setattr(line, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(line, "PING_SECONDS", 0.1)
+    head = party.head(node_config())
+    other = party.member(node_config(1), head)
+    time.sleep(1.5)
+    gather(head).result()
+    head.end("enough", in_order=True)
+    other.result()
+
+
+def test_who_was_not_looked_at_before_the_end_hears_why(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = party.head(node_config())
+    arrived = threading.Event()
+    monkeypatch.setattr(line.Line, "give_signs", lambda _: arrived.set())
+    other = party.member(node_config(1), head)
+    assert arrived.wait(LIMIT_SECONDS)
+    head.end("a port was taken")
+    with pytest.raises(RendezvousError, match=r"^a port was taken$"):
+        other.result()
+
+
+def test_a_member_that_reaches_itself_goes_on_looking(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection to a free port of one's own host may get that very port as its source."""
+    with socket.socket() as itself:
+        itself.bind(("127.0.0.1", 0))
+        itself.connect(itself.getsockname())
+        head = party.head(node_config())
+        original, tries = socket.create_connection, []
+
+        def create_connection(*arguments: Any) -> socket.socket:
+            tries.append(arguments)
+            return itself.dup() if len(tries) == 1 else original(*arguments)
+
+        monkeypatch.setattr(member.socket, "create_connection", create_connection)
+        other = party.member(node_config(1), head)
+        gather(head).result()
+        head.end("enough", in_order=True)
+        other.result()
+    assert len(tries) > 1
