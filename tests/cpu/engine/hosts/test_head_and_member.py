@@ -247,10 +247,11 @@ def test_who_was_not_looked_at_before_the_end_hears_why(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = party.head(node_config())
-    arrived = threading.Event()
-    monkeypatch.setattr(line.Line, "give_signs", lambda _: arrived.set())
+    # One on each side of the line.
+    arrived = threading.Semaphore(0)
+    monkeypatch.setattr(line.Line, "give_signs", lambda _: arrived.release())
     other = party.member(node_config(1), head)
-    assert arrived.wait(LIMIT_SECONDS)
+    assert all(arrived.acquire(timeout=LIMIT_SECONDS) for _ in range(2))
     head.end("a port was taken")
     with pytest.raises(RendezvousError, match=r"^a port was taken$"):
         other.result()
