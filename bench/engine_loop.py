@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from bench.report import machine_line
 from stagecoach.cache.memory_plan import MemoryNeeds
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.engine import messages
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import (

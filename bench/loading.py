@@ -22,15 +22,15 @@ import torch
 
 from bench.report import machine_line
 from stagecoach.checkpoint_folder import checkpoint_folder
+from stagecoach.config.model import load_model_config
+from stagecoach.config.quantization import QuantizationChoice
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.read_ahead import NUM_THREADS
 from stagecoach.model.sparse import published_layout, write_sparse_checkpoint
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model.weight_upload import PIECE_BYTES
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config
 from stagecoach.pipeline.stage import whole_model
-from stagecoach.quantization_config import QuantizationChoice
 
 SHARD_BYTES = 2**29
 BLOCK_BYTES = 2**26

@@ -22,10 +22,10 @@ import torch
 from bench.report import machine_line
 from stagecoach import LLM, RequestOutput, SamplingParams
 from stagecoach.checkpoint_folder import checkpoint_folder
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
+from stagecoach.config.model import ModelConfig, load_model_config, parse_model_config
 from stagecoach.model.stage_memory import memory_shapes
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import ModelConfig, load_model_config, parse_model_config
 from stagecoach.pipeline.stage import whole_model
 
 SHARED_TOKENS = 2048

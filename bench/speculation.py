@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from bench.report import machine_line
 from stagecoach import LLM, SamplingParams
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.demo import tasks
 from stagecoach.demo.evaluation import render_prompt
 

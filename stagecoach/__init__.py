@@ -1,6 +1,6 @@
 """Stagecoach: Kimi-K3-class models across pipeline stages and tensor-parallel ranks."""
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.errors import StagecoachError
 from stagecoach.llm import LLM
 from stagecoach.outputs import CompletionOutput, RequestOutput

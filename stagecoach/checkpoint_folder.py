@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stagecoach.config import option, speculation_key
+from stagecoach.config.engine import option, speculation_key
 from stagecoach.errors import ConfigError
 
 _PACKAGE = Path(__file__).parent

@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as ProgressBar
 
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgress, Timeline
 from stagecoach.engine.step_trace import trace_events

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from stagecoach import compatibility, visible_gpus
+from stagecoach import visible_gpus
 from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
-from stagecoach.compatibility import Combination
-from stagecoach.config import (
+from stagecoach.compatibility import rules
+from stagecoach.compatibility.quantization_rules import check_rows
+from stagecoach.compatibility.rules import Combination
+from stagecoach.config.draft import load_draft_config
+from stagecoach.config.engine import (
     EngineConfig,
     ResolvedConfig,
     ResolvedSpeculation,
@@ -21,16 +24,14 @@ from stagecoach.config import (
     option,
     speculation_key,
 )
+from stagecoach.config.model import ModelConfig, load_model_config
 from stagecoach.costs.engine_costs import step_costs
 from stagecoach.costs.machine import H200
 from stagecoach.costs.step_time import StepShape
-from stagecoach.draft_config import load_draft_config
 from stagecoach.errors import CapacityError, ConfigError
-from stagecoach.model_config import ModelConfig, load_model_config
 from stagecoach.observe.log import get_logger
 from stagecoach.pipeline.partition import estimate_layer_costs, partition, time_layer_costs
 from stagecoach.pipeline.topology import Topology
-from stagecoach.quantization_rules import check_rows
 
 _LOG = get_logger(__name__)
 
@@ -51,7 +52,7 @@ def resolve(engine: EngineConfig, device_elsewhere: str | None = None) -> Resolv
     Raises:
         ConfigError: no such folder of the model or the draft, a value of its config.json that is
             not implemented, a torch without CUDA where the device is cuda, or a combination
-            that `compatibility.py` refuses.
+            that `compatibility/rules.py` refuses.
         CapacityError: a host tier larger than the free memory of this host, or fewer GPUs than
             workers where the device is cuda.
         CheckpointError: a folder holds no readable config.json.
@@ -62,7 +63,7 @@ def resolve(engine: EngineConfig, device_elsewhere: str | None = None) -> Resolv
     if engine.speculative_config is not None:
         speculation = _resolve_speculation(engine.speculative_config)
     draft = speculation.draft if speculation else None
-    compatibility.check(Combination(engine, model, draft))
+    rules.check(Combination(engine, model, draft))
     device = device_elsewhere or _device(engine)
     if device_elsewhere is None:
         _check_host_tier(engine)

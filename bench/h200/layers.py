@@ -18,13 +18,13 @@ from torch import Tensor
 from bench.h200 import shapes
 from bench.h200.parts import write_part
 from bench.kernels.timing import graph_time_us, limit_us
+from stagecoach.config.model import LayerKind, ModelConfig, parse_model_config
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.stage_memory import StageMemory, memory_shapes
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import LayerKind, ModelConfig, parse_model_config
 from stagecoach.pipeline.stage import Stage
 from tests.packed_group import make_packed_group
 

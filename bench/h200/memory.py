@@ -17,7 +17,7 @@ import torch
 
 from bench.h200 import shapes
 from bench.h200.parts import write_part
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.observe import log
 from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology

@@ -22,11 +22,11 @@ from bench.kernels.timing import (
     relative_error,
     run_command,
 )
+from stagecoach.config.draft import DraftConfig, load_draft_config, parse_draft_config
 from stagecoach.draft.drafter import DSparkDrafter
 from stagecoach.draft.load import fill_draft
 from stagecoach.draft.model import DraftModel
 from stagecoach.draft.tiny import write_tiny_draft
-from stagecoach.draft_config import DraftConfig, load_draft_config, parse_draft_config
 from stagecoach.kernels.linear import float32_sums
 from stagecoach.kernels.ragged import PackedBlocks, StepTensors
 from stagecoach.kernels.sampling import SamplingRows, choose_tokens

@@ -15,7 +15,7 @@ from stagecoach.api.error_body import HttpError, NotServingError
 from stagecoach.api.generation import Generation, Inbox
 from stagecoach.api.open_counts import OpenCounts
 from stagecoach.api.request_watch import Observers, RequestWatch
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.engine.messages import CaptureProgress, EngineStats, LoadProgress, Timeline
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from stagecoach.config import option
+from stagecoach.config.engine import option
 from stagecoach.errors import ConfigError
 
 

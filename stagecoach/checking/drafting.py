@@ -21,10 +21,10 @@ from stagecoach.checking.steps import (
 )
 from stagecoach.checking.values import ScannedReader
 from stagecoach.checking.verdict import CheckFailedError, counted
+from stagecoach.config.draft import DraftConfig
 from stagecoach.draft.drafter import DSparkDrafter, Proposal
 from stagecoach.draft.load import DRAFT_NAMING, draft_tensors
 from stagecoach.draft.model import DraftModel
-from stagecoach.draft_config import DraftConfig
 from stagecoach.kernels.ragged import BlockInputs, BlockRun
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import check_checkpoint

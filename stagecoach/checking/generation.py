@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stagecoach.checking.verdict import CheckFailedError, CheckSkippedError, counted
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.errors import CapacityError
 from stagecoach.llm import LLM
 from stagecoach.request import SamplingParams

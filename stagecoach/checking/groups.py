@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from stagecoach.config.model import ModelConfig, Taps
+from stagecoach.config.quantization import QuantizationChoice
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.weight_formats import WeightFormats, stored_formats
-from stagecoach.model_config import ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage, make_stages
-from stagecoach.quantization_config import QuantizationChoice
 
 # Packed experts are computed from as they are, which takes the least memory.
 _FORMATS = QuantizationChoice(keeps_packed=True)

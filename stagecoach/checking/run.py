@@ -26,7 +26,7 @@ from stagecoach.checking.steps import (
 from stagecoach.checking.texts import Opened
 from stagecoach.checking.values import ScannedReader, read_all
 from stagecoach.checking.verdict import CheckSkippedError, Report, Verdict, Verdicts, counted
-from stagecoach.config import EngineConfig, ResolvedConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig
 from stagecoach.model.checkpoint_reader import target_naming
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import check_checkpoint, model_tensors

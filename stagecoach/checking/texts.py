@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stagecoach.checking.verdict import CheckFailedError, CheckSkippedError
+from stagecoach.config.model import ModelConfig
 from stagecoach.errors import RequestError
-from stagecoach.model_config import ModelConfig
 from stagecoach.text import xtml
 from stagecoach.text.chat import is_xtml, render_messages
 from stagecoach.text.detokenizer import IncrementalDetokenizer

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from stagecoach.checking.run import CheckOptions, run_checks
 from stagecoach.checking.verdict import Report, Verdict
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.errors import ConfigError
 
 # Characters of a line, however narrow the terminal.

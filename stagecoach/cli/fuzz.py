@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.errors import CapacityError, CheckpointError, ConfigError
 from stagecoach.fuzz import script as scripts
 from stagecoach.fuzz.campaign import Campaign, Failure, Limits, Runs, Totals

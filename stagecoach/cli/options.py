@@ -18,7 +18,7 @@ import typer
 import yaml
 
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import EngineConfig, SpeculativeConfig, option
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 from stagecoach.observe import log
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.costs.machine import MACHINES, Machine
 from stagecoach.errors import ConfigError
 from stagecoach.planning.planner import make_plan

@@ -8,7 +8,7 @@ from stagecoach import __version__
 from stagecoach.api.processes.server import serve as serve_http
 from stagecoach.api.processes.supervisor import supervise
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.hosts.launchers import own_meeting
 from stagecoach.engine.hosts.meeting import Meeting
 from stagecoach.engine.hosts.member import run_member, withdraw

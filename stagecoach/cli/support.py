@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from stagecoach import compatibility, support_table
+from stagecoach.compatibility import rules, support_table
 
 
 def support(
@@ -25,7 +25,7 @@ def support(
     refused = Table(title="What is refused before anything starts")
     for name in ("rule", "what must hold", "why"):
         refused.add_column(name, overflow="fold")
-    for rule in compatibility.TABLE:
+    for rule in rules.TABLE:
         refused.add_row(rule.name, rule.requires, rule.reason)
     console = Console()
     console.print(features)

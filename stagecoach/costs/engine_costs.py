@@ -7,7 +7,7 @@ the next step. Knows no tensor.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.costs.machine import Machine
 from stagecoach.costs.step_time import StepCosts, StepShape, Storage
 from stagecoach.pipeline.stage import make_stages

@@ -8,8 +8,8 @@ from `whole_reads`. Knows no machine.
 from dataclasses import dataclass
 from enum import Enum
 
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
-from stagecoach.model_config import LayerKind, MlaConfig, ModelConfig
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.config.model import LayerKind, MlaConfig, ModelConfig
 
 
 class OperatorKind(Enum):

@@ -8,6 +8,8 @@ and operations, a kernel takes about their hypotenuse. Knows no engine and no te
 import math
 from dataclasses import dataclass
 
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.model import ModelConfig
 from stagecoach.costs.machine import Machine
 from stagecoach.costs.operators import (
     Operator,
@@ -20,8 +22,6 @@ from stagecoach.costs.operators import (
     layer_operators,
 )
 from stagecoach.costs.routing_skew import distinct_experts
-from stagecoach.draft_config import DraftConfig
-from stagecoach.model_config import ModelConfig
 from stagecoach.pipeline.stage import Stage
 
 # Microseconds from one kernel of a graph to the next, with and beside a product.

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.draft.rope import Rope, Rotation
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.kernels.block_attention import BlockPlaces, attend_blocks
 from stagecoach.kernels.mla import head_product
 from stagecoach.kernels.ragged import PackedBlocks, RowLayout

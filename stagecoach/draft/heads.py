@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stagecoach.draft_config import DraftConfig
+from stagecoach.config.draft import DraftConfig
 from stagecoach.kernels.markov_bias import add_markov_bias
 from stagecoach.kernels.precision import accumulate_dtype
 from stagecoach.model.weight_slots import WeightKind, WeightScope

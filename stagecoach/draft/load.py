@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.draft.drafter import DSparkDrafter
 from stagecoach.draft.model import DraftModel
-from stagecoach.draft_config import DraftConfig
 from stagecoach.model.checkpoint_reader import CheckpointReader, Naming
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.ledger import check_checkpoint

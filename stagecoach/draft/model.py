@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stagecoach.config.draft import DraftConfig, DraftMlaConfig
 from stagecoach.draft.attention import DraftAttention, DraftGqa, DraftMla
 from stagecoach.draft.heads import ConfidenceHead, MarkovHead
 from stagecoach.draft.rope import Rope
 from stagecoach.draft.rows import DraftRows, GqaRows, MlaRows
-from stagecoach.draft_config import DraftConfig, DraftMlaConfig
 from stagecoach.kernels.activation import silu_and_mul
 from stagecoach.kernels.block_attention import BlockPlaces
 from stagecoach.kernels.norm import grouped_rms_norm

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.draft_config import RopeConfig
+from stagecoach.config.draft import RopeConfig
 from stagecoach.kernels.rope import rotate_pairs
 
 

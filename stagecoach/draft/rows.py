@@ -10,8 +10,8 @@ width on this rank, C latent, P rotated values, G key heads of this rank, D head
 import torch
 from torch import Tensor
 
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.draft.rope import Rope, Rotation
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
 from stagecoach.kernels.linear import linear
 from stagecoach.kernels.norm import grouped_rms_norm
 from stagecoach.model.tensor_split import local_size

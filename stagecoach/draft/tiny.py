@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stagecoach.config.draft import DraftGqaConfig, parse_draft_config
 from stagecoach.draft.load import GQA_NAMES, draft_tensors
-from stagecoach.draft_config import DraftGqaConfig, parse_draft_config
 from stagecoach.model.dummy_weights import named_generator
 from stagecoach.model.tiny import VOCAB_SIZE, write_json
 from stagecoach.model.weight_slots import WeightKind, WeightSlot

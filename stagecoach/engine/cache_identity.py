@@ -10,7 +10,7 @@ import msgspec
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 
 
 def cache_identity(config: ResolvedConfig) -> str:

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine import children
 from stagecoach.engine.contact import Contact
 from stagecoach.errors import WorkerDiedError

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagecoach.config import ResolvedConfig, option
+from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.engine.contact import Contact, HostGate
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import WorkerFailed

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.child_processes import Ending
 from stagecoach.engine.launch import ProcessEngine, RunningEngine, launch
 from stagecoach.engine.messages import (

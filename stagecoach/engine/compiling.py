@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import Submit
 from stagecoach.errors import CheckpointError, RequestError
 from stagecoach.observe.log import get_logger

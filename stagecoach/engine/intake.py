@@ -6,7 +6,7 @@ that it holds up nobody; its place in the order of arrival is that of its compil
 
 from collections.abc import Callable
 
-from stagecoach.config import ResolvedConfig, speculation_key
+from stagecoach.config.engine import ResolvedConfig, speculation_key
 from stagecoach.engine.compiling import CompilePool
 from stagecoach.engine.messages import RequestRefused, RequestTrace, Submit
 from stagecoach.engine.ports import CLIENT_SHIFT

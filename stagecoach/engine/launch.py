@@ -20,7 +20,7 @@ from typing import Protocol
 
 import zmq
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine import children
 from stagecoach.engine.child_processes import (
     ChildProcesses,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine import compiling
 from stagecoach.engine.compiling import CompilePool, Job
 from stagecoach.engine.intake import Intake

@@ -6,7 +6,7 @@ Owns which option becomes which argument. Imports no torch.
 from stagecoach.cache.memory_plan import MemoryPlan
 from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.cache.prefix_hash import model_root
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.cache_identity import cache_identity
 from stagecoach.pipeline.partition import attention_balance
 from stagecoach.schedule.draft_policy import DraftPolicy

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from stagecoach.config import EngineConfig, option
+from stagecoach.config.engine import EngineConfig, option
 from stagecoach.observe.log import get_logger
 from stagecoach.schedule.shadow import Verdict
 

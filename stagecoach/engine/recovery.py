@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
     FromWorker,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, describe, plan_memory
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
     CaptureProgress,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from stagecoach.cache.memory_plan import MemoryPlan
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS, ZERO_SLOT
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import FromWorker, PlanDone, RunPlan, StepEcho
 from stagecoach.errors import PlanDivergenceError
 from stagecoach.observe.log import get_logger

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
     CaptureProgress,

@@ -5,7 +5,7 @@ Owns which options make no sense here, and which layouts and drafts there are fo
 
 from typing import Any
 
-from stagecoach.config import ResolvedConfig, option, speculation_key
+from stagecoach.config.engine import ResolvedConfig, option, speculation_key
 from stagecoach.errors import ConfigError
 from stagecoach.fuzz.draw import Given
 from stagecoach.fuzz.grammars import has_vocabulary

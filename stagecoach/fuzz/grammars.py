@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.compiling import Compiler, load_compiler
 from stagecoach.errors import RequestError
 from stagecoach.fuzz.check import Finding

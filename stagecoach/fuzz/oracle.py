@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import RequestRefused, Submit
 from stagecoach.errors import ConfigError
 from stagecoach.fuzz.script import Ask, Script, prompt_token_ids

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.engine.messages import EngineStats
 from stagecoach.errors import StagecoachError

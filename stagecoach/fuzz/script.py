@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.errors import ConfigError
 from stagecoach.request import SamplingParams
 

@@ -7,7 +7,7 @@ result, so a schedule of arrivals and aborts by turns runs the same each time.
 from collections import deque
 from collections.abc import Callable
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.draft.drafter import Drafter
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.draft.drafter import Drafter
 from stagecoach.draft.load import load_drafter
 from stagecoach.engine.messages import FromWorker, ToWorker

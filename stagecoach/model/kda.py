@@ -8,6 +8,7 @@ Dimensions: T tokens, I hidden size, H heads of this rank, K = V head dim, C = 3
 
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig
 from stagecoach.kernels.kda import KdaInputs, KdaMemory, KdaWeights, kda_attention
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.parallel_linear import (
@@ -20,7 +21,6 @@ from stagecoach.model.parallel_linear import (
 from stagecoach.model.stage_memory import MlaMemory
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightKind, WeightScope
-from stagecoach.model_config import ModelConfig
 
 
 class KdaLayer:

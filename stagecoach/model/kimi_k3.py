@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stagecoach.config.model import LayerKind, ModelConfig, Taps
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.attn_residual import ResidualRead, ResidualStream
 from stagecoach.model.kda import KdaLayer
@@ -26,7 +27,6 @@ from stagecoach.model.parallel_linear import (
 from stagecoach.model.stage_memory import StageMemory
 from stagecoach.model.weight_formats import PLAIN, WeightFormats
 from stagecoach.model.weight_slots import WeightScope, WeightSlot
-from stagecoach.model_config import LayerKind, ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
 
 EMBEDDING = "model.embed_tokens"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from stagecoach.config.model import ModelConfig
 from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import name_list
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.weight_formats import packed_names
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
-from stagecoach.model_config import ModelConfig
 from stagecoach.pipeline.stage import whole_model
 
 

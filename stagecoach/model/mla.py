@@ -12,6 +12,7 @@ row.
 import torch
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig
 from stagecoach.kernels.mla import head_product, mla_decode, mla_prefill, write_rows
 from stagecoach.kernels.ragged import PackedGroup, SegmentGroup, StepTensors
 from stagecoach.model.norm import RmsNorm
@@ -25,7 +26,6 @@ from stagecoach.model.parallel_linear import (
 from stagecoach.model.stage_memory import KdaMemory, MlaMemory
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightScope
-from stagecoach.model_config import ModelConfig
 
 
 class MlaLayer:

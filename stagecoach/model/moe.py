@@ -10,6 +10,7 @@ L width of the routed experts (latent or hidden size).
 import torch
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig
 from stagecoach.kernels.moe import (
     Router,
     Routing,
@@ -30,7 +31,6 @@ from stagecoach.model.parallel_linear import (
 )
 from stagecoach.model.tensor_split import local_size
 from stagecoach.model.weight_slots import WeightKind, WeightScope
-from stagecoach.model_config import ModelConfig
 
 
 class DenseMlp:

@@ -5,10 +5,10 @@ Owns their weights; the arithmetic is in `kernels/norm` and `kernels/activation`
 
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.norm import rms_norm
 from stagecoach.model.weight_slots import WeightKind, WeightScope
-from stagecoach.model_config import ModelConfig
 
 
 class RmsNorm:

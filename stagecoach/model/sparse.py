@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from stagecoach.config.model import ModelConfig, parse_model_config
 from stagecoach.json_file import read_json_object
 from stagecoach.kernels.quantization import MXFP4_GROUP_SIZE
 from stagecoach.model.checkpoint_reader import INDEX_NAME
@@ -26,7 +27,6 @@ from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.tiny import write_byte_tokenizer, write_json
 from stagecoach.model.weight_formats import packed_names
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
-from stagecoach.model_config import ModelConfig, parse_model_config
 from stagecoach.pipeline.stage import Stage
 from stagecoach.published import MODELS, published_folder
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.draft_config import DraftConfig
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.model import LayerKind, ModelConfig
 from stagecoach.kernels.kda import KdaMemory as KdaMemory  # part of what a stage keeps
 from stagecoach.model.tensor_split import local_size
-from stagecoach.model_config import LayerKind, ModelConfig
 from stagecoach.pipeline.stage import Stage
 
 

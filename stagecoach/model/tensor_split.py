@@ -1,6 +1,6 @@
 """Local sizes under tensor parallelism.
 
-What does not divide was refused by `compatibility.py` before any worker started.
+What does not divide was refused by `compatibility/rules.py` before any worker started.
 """
 
 

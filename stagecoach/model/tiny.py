@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stagecoach.config.model import parse_model_config
 from stagecoach.model.checkpoint_reader import INDEX_NAME
 from stagecoach.model.dummy_weights import draw_tensor, named_generator
 from stagecoach.model.ledger import model_tensors
 from stagecoach.model.quantization import pack_mxfp4
 from stagecoach.model.weight_formats import packed_names
 from stagecoach.model.weight_slots import WeightKind, WeightSlot
-from stagecoach.model_config import parse_model_config
 
 NUM_BASE_TOKENS = 256
 NUM_SPECIAL_TOKENS = 256

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from stagecoach.model_config import ModelConfig
+from stagecoach.config.model import ModelConfig
+from stagecoach.config.quantization import NamePatterns, QuantizationChoice
 from stagecoach.pipeline.stage import Stage
-from stagecoach.quantization_config import NamePatterns, QuantizationChoice
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from stagecoach.config.model import ModelConfig, Taps
+from stagecoach.config.quantization import NO_QUANTIZATION, QuantizationChoice
 from stagecoach.kernels.quantization import Fp8Weight, Mxfp4Weight
 from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
 from stagecoach.model.dummy_weights import fill_slot
@@ -26,10 +28,8 @@ from stagecoach.model.slot_reads import HostPlacement, check_slot, pieces, write
 from stagecoach.model.weight_formats import expected_formats, stored_formats
 from stagecoach.model.weight_slots import Target, WeightSlot
 from stagecoach.model.weight_upload import PIECE_BYTES, WeightUpload
-from stagecoach.model_config import ModelConfig, Taps
 from stagecoach.observe.transfer_rate import TransferRate
 from stagecoach.pipeline.stage import Stage
-from stagecoach.quantization_config import NO_QUANTIZATION, QuantizationChoice
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ taps before it.
 
 from dataclasses import dataclass, replace
 
-from stagecoach.model_config import ModelConfig, Taps
+from stagecoach.config.model import ModelConfig, Taps
 from stagecoach.pipeline.stage import Stage
 from stagecoach.pipeline.tap_relay import final_after, taps_before
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.model import LayerKind, ModelConfig
 from stagecoach.costs.operators import (
     Operator,
     OperatorKind,
@@ -20,8 +22,6 @@ from stagecoach.costs.operators import (
     layer_operators,
 )
 from stagecoach.costs.step_time import StepCosts, StepShape
-from stagecoach.draft_config import DraftConfig
-from stagecoach.model_config import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def partition(
 ) -> tuple[int, ...]:
     """Layers of each stage: the override, else the most even split by cost.
 
-    `compatibility.py` has seen to it that the layers can be shared out so.
+    `compatibility/rules.py` has seen to it that the layers can be shared out so.
     """
     num_layers = len(costs.layers)
     if override is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagecoach.config import option
+from stagecoach.config.engine import option
 from stagecoach.errors import RendezvousError
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
 from stagecoach.pipeline.links import Handle, Links

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stagecoach.model_config import Taps
+from stagecoach.config.model import Taps
 from stagecoach.pipeline.stage import Stage
 
 

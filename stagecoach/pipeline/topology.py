@@ -6,7 +6,7 @@ ranks of a stage are neighbours. Knows no process and no socket.
 
 from dataclasses import dataclass
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

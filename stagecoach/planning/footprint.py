@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
+from stagecoach.config.model import Taps
 from stagecoach.draft.model import DraftModel
 from stagecoach.kernels.moe import split_in_bfloat16
 from stagecoach.model.checkpoint_reader import INDEX_NAME, CheckpointReader, target_naming
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.weight_formats import WeightFormats, expected_formats, stored_formats
 from stagecoach.model.weight_slots import WeightKind
-from stagecoach.model_config import Taps
 from stagecoach.pipeline.stage import Stage, whole_model
 from stagecoach.runner.stage_runner import DTYPES
 

@@ -11,7 +11,7 @@ import psutil
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan, plan_memory
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS
-from stagecoach.config import ResolvedConfig, option
+from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.errors import CapacityError, ConfigError
 from stagecoach.pipeline.stage import Stage, make_stages
 from stagecoach.pipeline.topology import Topology

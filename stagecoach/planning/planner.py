@@ -7,7 +7,8 @@ partitions. Starts nothing and reads no weights.
 from dataclasses import replace
 from math import prod
 
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
+from stagecoach.config.model import LayerKind
 from stagecoach.costs.engine_costs import (
     decode_time,
     prefill_rate,
@@ -17,7 +18,6 @@ from stagecoach.costs.engine_costs import (
 from stagecoach.costs.machine import H200, Machine
 from stagecoach.costs.step_time import StepCosts, StepShape
 from stagecoach.errors import ConfigError
-from stagecoach.model_config import LayerKind
 from stagecoach.pipeline.boundary import outgoing_fields
 from stagecoach.pipeline.partition import (
     LayerCosts,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
 from stagecoach.errors import ConfigError
 from stagecoach.pipeline.stage import whole_model
 from stagecoach.planning.footprint import Footprints

@@ -8,8 +8,8 @@ measurements by `bench/h200/memory.py`.
 from math import prod
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig
-from stagecoach.model_config import LayerKind
+from stagecoach.config.engine import ResolvedConfig
+from stagecoach.config.model import LayerKind
 from stagecoach.pipeline.boundary import incoming_fields, outgoing_fields
 from stagecoach.pipeline.stage import Stage
 from stagecoach.runner.buckets import make_buckets

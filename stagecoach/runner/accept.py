@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedSpeculation
+from stagecoach.config.engine import ResolvedSpeculation
 from stagecoach.draft.drafter import Choose
 from stagecoach.kernels.sampling.noise import (
     ACCEPT_STREAM,

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.runner.packed_inputs import GroupBounds, StepBounds
 
 # Saves of a window that a graph has room for, on average: more than one comes only where

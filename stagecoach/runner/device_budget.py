@@ -18,7 +18,7 @@ import torch
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS, ZERO_SLOT
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.model.stage_memory import MemoryShapes, StageMemory
 from stagecoach.observe.log import get_logger
 from stagecoach.request import SamplingParams

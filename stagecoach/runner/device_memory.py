@@ -12,7 +12,7 @@ from stagecoach.cache.memory_moves import NO_MOVES
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
 from stagecoach.cache.page_pool import NULL_PAGE
 from stagecoach.cache.state_slots import ZERO_SLOT
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.model.stage_memory import MemoryShapes, StageMemory, memory_shapes
 from stagecoach.pipeline.stage import Stage
 from stagecoach.runner.memory_moves import MovablePools

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.model.stage_memory import StageMemory
 from stagecoach.observe.log import get_logger
 from stagecoach.pipeline.boundary import BoundaryField

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.kernels.ragged import StepTensors
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.stage_memory import StageMemory

@@ -10,7 +10,7 @@ from itertools import product
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
 from stagecoach.cache.state_slots import NUM_RESERVED_SLOTS, ZERO_SLOT
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.step_plan import SamplingEntry, Save, Segment, StepPlan, pack_page_table
 

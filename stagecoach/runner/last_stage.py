@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedSpeculation
+from stagecoach.config.engine import ResolvedSpeculation
 from stagecoach.draft.drafter import Choose, Drafter, Proposal
 from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, PackedGroup, StepTensors
 from stagecoach.kernels.sampling import (

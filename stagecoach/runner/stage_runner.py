@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from stagecoach.cache.memory_plan import MemoryNeeds, MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.draft.drafter import Drafter
 from stagecoach.draft.load import load_drafter
 from stagecoach.model.kimi_k3 import StageModel

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedSpeculation
+from stagecoach.config.engine import ResolvedSpeculation
 from stagecoach.schedule.acceptance import PlaceRates
 from stagecoach.schedule.confidence_schedule import calibrate, choose_lengths
 from stagecoach.schedule.speculation_stats import SpeculationStats

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from stagecoach.checkpoint_folder import cache_folder, checkpoint_folder, draft_folder
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
+from stagecoach.config.model import load_model_config
 from stagecoach.errors import ConfigError
 from stagecoach.model import tiny
-from stagecoach.model_config import load_model_config
 from stagecoach.resolve import resolve
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 
 _PACKAGE = Path(__file__).parents[2] / "stagecoach"
 _MAX_LINES = 500
@@ -25,9 +25,6 @@ _EVERYONE_MAY_READ = {
     "errors",
     "request",
     "json_file",
-    "model_config",
-    "draft_config",
-    "quantization_config",
     "observe",
     "version",
 }
@@ -49,28 +46,15 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "request": {"errors"},
     "json_file": {"errors"},
-    "config_keys": {"errors"},
-    "quantization_config": {"errors", "config_keys"},
-    "model_config": {"errors", "json_file", "config_keys", "quantization_config"},
-    "draft_config": {"errors", "json_file", "config_keys", "model_config"},
-    "option_values": {"errors"},
-    "speculative_config": {"errors", "option_values"},
-    "config": {
-        *("errors", "model_config", "draft_config", "quantization_config"),
-        *("option_values", "speculative_config"),
-    },
+    "config": {"errors", "json_file"},
     "observe": set(),
     "checkpoint_folder": {"model.tiny", "draft.tiny"},
-    "compatibility_rule": set(),
-    "quantization_rules": {"compatibility_rule"},
-    "compatibility": {"cache.page_pool", "compatibility_rule", "quantization_rules"},
-    "support_table": {"compatibility"},
+    "compatibility": {"cache.page_pool"},
     "visible_gpus": set(),
     "resolve": {
         "visible_gpus",
         "checkpoint_folder",
         "compatibility",
-        "quantization_rules",
         "pipeline.partition",
         "pipeline.topology",
         "costs",
@@ -129,12 +113,7 @@ _TORCH_FREE = (
     "config",
     "errors",
     "request",
-    "model_config",
-    "draft_config",
-    "quantization_config",
-    "speculative_config",
     "compatibility",
-    "support_table",
     "resolve",
     "costs",
     "published",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from stagecoach import support_table
 from stagecoach.__main__ import app
+from stagecoach.compatibility import support_table
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "stagecoach"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stagecoach import visible_gpus
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
+from stagecoach.config.quantization import NamePatterns
 from stagecoach.errors import CapacityError, CheckpointError, ConfigError
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.quantization_config import NamePatterns
 from stagecoach.resolve import resolve
 
 _CONFIG: dict[str, Any] = {

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 
 from stagecoach.api.operations.request_metrics import ENGINE, LABEL_NAMES, PREFIX
 from stagecoach.cache.cache_stats import PrefixCacheStats
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import EngineStats
 from stagecoach.observe.histogram import Histogram
 from stagecoach.schedule.speculation_stats import SpeculationStats

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stagecoach.api.open_counts import OpenCounts
 from stagecoach.api.processes.server import make_service, serve_on
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.attach import AttachedEngine
 from stagecoach.engine.client import EngineClient
 from stagecoach.errors import StagecoachError

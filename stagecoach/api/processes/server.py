@@ -21,7 +21,7 @@ from stagecoach.api.engine_service import EngineService
 from stagecoach.api.processes.http_protocol import BoundedProtocol, Patience
 from stagecoach.api.processes.listeners import listening
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.observe.log import adopt, get_logger
 from stagecoach.text.tokenizer import Tokenizer
 

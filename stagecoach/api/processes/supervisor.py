@@ -27,7 +27,7 @@ from stagecoach.api.processes.server import (
     SUPERVISOR_SIGNAL,
 )
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.attach import tell_failure
 from stagecoach.engine.child_processes import (
     apart_from_caller,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig, option
+from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.engine.child_processes import Ending
 from stagecoach.engine.contact import ChannelKeys, Contact
 from stagecoach.engine.hosts import network

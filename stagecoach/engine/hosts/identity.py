@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
 from stagecoach.version import __version__
 
 _MAY_DIFFER = {

@@ -3,7 +3,7 @@
 Owns the choice alone: which process is the head's and who starts the others is each launcher's.
 """
 
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
 from stagecoach.engine.hosts.meeting import Meeting, meeting_of_nodes
 from stagecoach.errors import ConfigError
 

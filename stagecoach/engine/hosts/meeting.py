@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagecoach.config import EngineConfig, option
+from stagecoach.config.engine import EngineConfig, option
 from stagecoach.pipeline.topology import Topology
 
 

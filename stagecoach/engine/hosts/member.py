@@ -15,7 +15,7 @@ from os import getpid
 from types import FrameType
 from typing import NamedTuple
 
-from stagecoach.config import ResolvedConfig, option
+from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.engine.child_processes import ChildProcesses, Ending, start_worker
 from stagecoach.engine.contact import ChannelKeys, Contact
 from stagecoach.engine.hosts import network

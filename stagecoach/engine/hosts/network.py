@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from stagecoach.config import option
+from stagecoach.config.engine import option
 from stagecoach.errors import ConfigError
 
 _BACKLOG = 256

@@ -11,7 +11,7 @@ import socket
 import threading
 from typing import Any
 
-from stagecoach.config import EngineConfig, ResolvedConfig, option
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
 from stagecoach.engine.hosts.member import run_member, withdraw
 from stagecoach.errors import ConfigError, RendezvousError, StagecoachError

@@ -7,7 +7,7 @@ which host, which address and which interface.
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from stagecoach.config import option
+from stagecoach.config.engine import option
 from stagecoach.engine.hosts.messages import Roll
 from stagecoach.engine.hosts.network import why_unreachable
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stagecoach.config import EngineConfig, option
+from stagecoach.config.engine import EngineConfig, option
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
 from stagecoach.errors import ConfigError, RendezvousError
 

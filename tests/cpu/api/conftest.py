@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from stagecoach.api.app import make_app
 from stagecoach.api.engine_service import EngineService
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.llm import open_model
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, write_tiny_model
 from tests.cpu.api.asgi import Answer, call

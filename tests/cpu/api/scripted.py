@@ -10,7 +10,7 @@ from typing import Any, cast
 from stagecoach.api.app import make_app
 from stagecoach.api.engine_service import EngineService
 from stagecoach.api.settings import ServerSettings
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.client import EngineClient, Sink
 from stagecoach.engine.messages import EngineReady, EngineStats, PlanTrace, Timeline
 from stagecoach.errors import EngineDeadError, RequestError, StagecoachError

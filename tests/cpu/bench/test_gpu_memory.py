@@ -3,7 +3,7 @@
 import pytest
 
 from bench.h200.memory import shortened
-from stagecoach.model_config import LayerKind, parse_model_config
+from stagecoach.config.model import LayerKind, parse_model_config
 
 pytestmark = pytest.mark.cpu
 

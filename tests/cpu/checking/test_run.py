@@ -15,7 +15,7 @@ from stagecoach.checking import generation
 from stagecoach.checking import run as checks
 from stagecoach.checking.run import CheckOptions, run_checks
 from stagecoach.checking.verdict import Report, Verdict
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.errors import CapacityError
 from stagecoach.model.tiny import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from stagecoach import compatibility, support_table
 from stagecoach.__main__ import app, main
+from stagecoach.compatibility import rules, support_table
 from stagecoach.demo.tasks import FAMILIES
 from tests.cpu.cli.command_run import (
     FAST,
@@ -134,7 +134,7 @@ def test_support_prints_features_and_refusals(stagecoach: Stagecoach) -> None:
     run = stagecoach("support")
     assert run.status == 0 and run.stderr == ""
     text = " ".join(run.stdout.replace("│", " ").split())
-    for rule in compatibility.TABLE:
+    for rule in rules.TABLE:
         assert rule.name in text
     assert "…" not in text
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stagecoach.api.settings import ServerSettings
 from stagecoach.cli.options import read_config_file, with_engine_options, with_server_options
-from stagecoach.config import EngineConfig, SpeculativeConfig, option
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 
 FIELDS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model"]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.mismatch_report import repeat_command, write_prompts
 from stagecoach.runner.stage_runner import StageRunner, StepOutcome
 from stagecoach.schedule.shadow import Verdict

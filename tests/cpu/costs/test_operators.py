@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from stagecoach.config.draft import load_draft_config
+from stagecoach.config.model import ModelConfig, parse_model_config
 from stagecoach.costs.operators import (
     OperatorKind,
     block_operators,
@@ -16,10 +18,8 @@ from stagecoach.costs.operators import (
 )
 from stagecoach.costs.routing_skew import distinct_experts
 from stagecoach.draft.load import draft_tensors
-from stagecoach.draft_config import load_draft_config
 from stagecoach.model.ledger import model_tensors
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from stagecoach.model_config import ModelConfig, parse_model_config
 from stagecoach.published import DRAFTS, published_config, published_folder
 
 pytestmark = pytest.mark.cpu

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from bench.h200.shapes import kimi_k3_draft, kimi_k3_slice
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.draft import load_draft_config
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.model import parse_model_config
 from stagecoach.costs.engine_costs import decode_time, prefill_rate, prefill_seconds, step_costs
 from stagecoach.costs.machine import H200, MACHINES
 from stagecoach.costs.operators import OperatorKind, layer_operators
 from stagecoach.costs.step_time import StepCosts, StepShape, Storage
-from stagecoach.draft_config import load_draft_config
 from stagecoach.model.tiny import write_json
-from stagecoach.model_config import parse_model_config
 from stagecoach.pipeline.stage import whole_model
 from stagecoach.planning.planner import boundary_bytes, prompt_chunks
 from stagecoach.published import published_config, published_folder

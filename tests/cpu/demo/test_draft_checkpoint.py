@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stagecoach import LLM
+from stagecoach.config.draft import parse_draft_config
 from stagecoach.demo.evaluation import evaluate_model
 from stagecoach.demo.tasks import FAMILIES
-from stagecoach.draft_config import parse_draft_config
 from stagecoach.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.cpu

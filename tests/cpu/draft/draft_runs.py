@@ -12,10 +12,10 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
+from stagecoach.config.draft import DraftConfig, load_draft_config
 from stagecoach.draft.drafter import Choose, DSparkDrafter, Proposal
 from stagecoach.draft.load import fill_draft
 from stagecoach.draft.model import DraftModel
-from stagecoach.draft_config import DraftConfig, load_draft_config
 from stagecoach.kernels.ragged import BlockInputs, BlockRun, StepTensors
 from tests.cpu.model.model_runs import (
     NUM_PAGES,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.config.draft import load_draft_config
 from stagecoach.draft.context_rows import MOST_WAITING, ContextRows
 from stagecoach.draft.model import DraftModel
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
-from stagecoach.draft_config import load_draft_config
 from stagecoach.model.parallel_linear import SingleRank
 from tests.cpu.draft.draft_runs import fill_draft
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.draft import load_draft_config, parse_draft_config
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.draft.load import DRAFT_NAMING, draft_tensors, fill_draft, load_drafter
 from stagecoach.draft.model import DraftModel
 from stagecoach.draft.tiny import (
@@ -20,7 +21,6 @@ from stagecoach.draft.tiny import (
     mla_draft_config,
     write_tiny_draft,
 )
-from stagecoach.draft_config import load_draft_config, parse_draft_config
 from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import published_name
 from stagecoach.model.kimi_k3 import EMBEDDING, HEAD, StageModel

@@ -7,8 +7,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from stagecoach.config.draft import RopeConfig
 from stagecoach.draft.rope import Rope, correction_range, inverse_frequencies
-from stagecoach.draft_config import RopeConfig
 
 pytestmark = pytest.mark.cpu
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from stagecoach.cache.memory_plan import MemoryNeeds
-from stagecoach.config import EngineConfig, ResolvedConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig
+from stagecoach.config.model import parse_model_config
 from stagecoach.engine import messages
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import (
@@ -39,7 +40,6 @@ from stagecoach.engine.messages import (
     WorkersEnded,
 )
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import parse_model_config
 from stagecoach.pipeline.partition import estimate_layer_costs, partition
 from stagecoach.pipeline.topology import Topology
 from stagecoach.request import FinishReason, SamplingParams

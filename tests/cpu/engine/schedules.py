@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.errors import StagecoachError
 from stagecoach.request import SamplingParams, TokenLogprobs

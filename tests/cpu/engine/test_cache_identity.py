@@ -8,7 +8,7 @@ import pytest
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
 from stagecoach.cache.memory_plan import MemoryNeeds
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.engine.cache_identity import cache_identity, with_bytes
 from stagecoach.resolve import resolve
 from tests.cpu.engine.fakes import resolved

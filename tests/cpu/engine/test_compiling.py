@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import ResolvedSpeculation
+from stagecoach.config.engine import ResolvedSpeculation
 from stagecoach.engine.compiling import CompilePool, Job
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import (
@@ -387,7 +387,7 @@ def test_the_compiler_is_made_once_and_only_when_it_is_wanted() -> None:
 LEAVING = """
 import time
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.compiling import CompilePool, load_compiler
 from stagecoach.engine.messages import Submit
 from stagecoach.request import SamplingParams, StructuredOutputsParams

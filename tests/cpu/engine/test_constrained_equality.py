@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.request import SamplingParams
 from tests.cpu.engine.schedules import (
     Answer,

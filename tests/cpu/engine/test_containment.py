@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.errors import StagecoachError
 from stagecoach.kernels.ragged import StepTensors

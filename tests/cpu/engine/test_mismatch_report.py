@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.engine.mismatch_report import MismatchReporter, repeat_command
 from stagecoach.schedule.shadow import Verdict
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from tests.cpu.engine.prefix_waves import (
     FIRST,

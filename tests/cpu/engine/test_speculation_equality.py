@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.speculation_stats import SpeculationStats

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import ResolvedConfig, SpeculativeConfig
 from stagecoach.engine.loop import EngineLoop
 from stagecoach.engine.messages import (
     Allocate,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.engine.client import EngineClient
 from stagecoach.model.stage_memory import KdaMemory, MlaMemory
 from stagecoach.request import SamplingParams

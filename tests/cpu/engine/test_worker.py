@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine import messages
 from stagecoach.engine.messages import (
     Allocate,

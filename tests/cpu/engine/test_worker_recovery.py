@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.messages import (
     Allocate,
     FromWorker,

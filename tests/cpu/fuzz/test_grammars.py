@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecoach.config import EngineConfig, ResolvedConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig
 from stagecoach.fuzz.draw import Given, draw_script
 from stagecoach.fuzz.grammars import WANTED, Obedience, has_vocabulary
 from stagecoach.fuzz.oracle import Answer, Expected

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stagecoach.config.model import Taps, load_model_config
+from stagecoach.config.quantization import NO_QUANTIZATION, QuantizationChoice
 from stagecoach.kernels.chunk_layout import lay_out_chunks
 from stagecoach.kernels.ragged import SegmentGroup, StepTensors
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank, TensorParallel
 from stagecoach.model.stage_memory import KdaMemory, StageMemory, memory_shapes
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import Taps, load_model_config
 from stagecoach.pipeline.stage import make_stages
-from stagecoach.quantization_config import NO_QUANTIZATION, QuantizationChoice
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """The facts of a draft that is never loaded, for what depends on its shape alone."""
 
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
-from stagecoach.model_config import Taps
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.config.model import Taps
 
 
 def small_draft(attention: DraftMlaConfig | DraftGqaConfig, num_layers: int) -> DraftConfig:

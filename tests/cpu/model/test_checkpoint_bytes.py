@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from stagecoach.cache.memory_plan import MemoryNeeds, plan_memory
+from stagecoach.config.model import ModelConfig, load_model_config, parse_model_config
 from stagecoach.model.stage_memory import memory_shapes
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import ModelConfig, load_model_config, parse_model_config
 from stagecoach.pipeline.partition import estimate_layer_costs, partition
 from stagecoach.pipeline.stage import make_stages, whole_model
 

@@ -17,9 +17,9 @@ from mlx_lm.models import kimi_k3 as mlx_kimi_k3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stagecoach.config.model import Taps, load_model_config
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import Taps, load_model_config
 from stagecoach.pipeline.stage import make_stages, whole_model
 from tests.cpu.model.model_runs import (
     Grid,

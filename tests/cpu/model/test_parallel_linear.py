@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stagecoach.config.quantization import NamePatterns
 from stagecoach.kernels.linear import linear
 from stagecoach.kernels.quantization import Fp8Weight, quantize_fp8
 from stagecoach.model.parallel_linear import (
@@ -24,7 +25,6 @@ from stagecoach.model.parallel_linear import (
 from stagecoach.model.quantization import store_fp8
 from stagecoach.model.weight_formats import WeightFormats
 from stagecoach.model.weight_slots import WeightScope
-from stagecoach.quantization_config import NamePatterns
 from tests.cpu.model.model_runs import thread_ranks
 
 pytestmark = [pytest.mark.cpu, pytest.mark.parametrize("tp_size", [1, 2, 4])]

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stagecoach.config.model import load_model_config, parse_model_config
+from stagecoach.config.quantization import NamePatterns, QuantizationChoice
 from stagecoach.errors import ConfigError
 from stagecoach.kernels.quantization import (
     FP8_DTYPE,
@@ -30,9 +32,7 @@ from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 from stagecoach.model.weight_formats import expected_formats
 from stagecoach.model.weight_slots import WeightKind, WeightScope
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config, parse_model_config
 from stagecoach.pipeline.stage import whole_model
-from stagecoach.quantization_config import NamePatterns, QuantizationChoice
 from tests.cpu.model.model_runs import Grid, relative_error, thread_ranks
 
 pytestmark = pytest.mark.cpu

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagecoach.config.model import load_model_config
 from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
 from stagecoach.model.kimi_k3 import StageModel
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.slot_reads import HostPlacement, check_slot, pieces
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, write_tiny_model
 from stagecoach.model.weight_formats import WeightFormats
-from stagecoach.model_config import load_model_config
 from stagecoach.pipeline.stage import whole_model
 
 pytestmark = pytest.mark.cpu

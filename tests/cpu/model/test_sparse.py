@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.draft import parse_draft_config
+from stagecoach.config.engine import EngineConfig
+from stagecoach.config.model import load_model_config, parse_model_config
 from stagecoach.costs.machine import H200
 from stagecoach.draft.load import DRAFT_NAMING, draft_tensors
-from stagecoach.draft_config import parse_draft_config
 from stagecoach.model import shard_file
 from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
 from stagecoach.model.kimi_k3 import StageModel
@@ -27,7 +28,6 @@ from stagecoach.model.sparse import (
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
 from stagecoach.model.weight_formats import WeightFormats
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config, parse_model_config
 from stagecoach.pipeline.stage import make_stages
 from stagecoach.planning.footprint import Rank
 from stagecoach.planning.planner import make_plan

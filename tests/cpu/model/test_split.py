@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.config.model import load_model_config
 from stagecoach.model.parallel_linear import SingleRank
 from stagecoach.model.stage_memory import memory_shapes
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config
 from stagecoach.pipeline.stage import whole_model
 from tests.cpu.model.model_runs import Grid, Part, Row, step_tensors
 

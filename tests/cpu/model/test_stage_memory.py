@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagecoach.draft_config import DraftGqaConfig, DraftMlaConfig
+from stagecoach.config.draft import DraftGqaConfig, DraftMlaConfig
+from stagecoach.config.model import ModelConfig, load_model_config, parse_model_config
 from stagecoach.model.stage_memory import (
     KdaMemory,
     MemoryShapes,
@@ -13,7 +14,6 @@ from stagecoach.model.stage_memory import (
     memory_shapes,
 )
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import ModelConfig, load_model_config, parse_model_config
 from stagecoach.pipeline.stage import make_stages, whole_model
 from tests.cpu.model.small_draft import small_draft
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stagecoach.config.model import LayerKind, load_model_config
 from stagecoach.model.tiny import (
     TinyShape,
     kimi_k3_config,
@@ -15,7 +16,6 @@ from stagecoach.model.tiny import (
     write_shards,
     write_tiny_model,
 )
-from stagecoach.model_config import LayerKind, load_model_config
 from stagecoach.text.tokenizer import SPECIAL_TOKEN_OFFSETS, load_tokenizer
 
 pytestmark = pytest.mark.cpu

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stagecoach.config.model import load_model_config, parse_model_config
+from stagecoach.config.quantization import NamePatterns, QuantizationChoice
 from stagecoach.errors import CheckpointError
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
 from stagecoach.model import weights
@@ -29,9 +31,7 @@ from stagecoach.model.shard_file import ShardFile
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, write_json, write_tiny_model
 from stagecoach.model.weight_slots import WeightKind
 from stagecoach.model.weights import LoadProgress, load_stage
-from stagecoach.model_config import load_model_config, parse_model_config
 from stagecoach.pipeline.stage import Stage, make_stages, whole_model
-from stagecoach.quantization_config import NamePatterns, QuantizationChoice
 from tests.cpu.model.model_runs import thread_ranks
 
 pytestmark = pytest.mark.cpu

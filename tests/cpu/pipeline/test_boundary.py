@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig, Taps, parse_model_config
 from stagecoach.model.attn_residual import ResidualStream
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from stagecoach.model_config import ModelConfig, Taps, parse_model_config
 from stagecoach.pipeline.boundary import boundary_fields, incoming_fields, outgoing_fields
 from stagecoach.pipeline.stage import make_stages
 from stagecoach.pipeline.tap_relay import taps_before

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stagecoach.config.draft import DraftConfig, parse_draft_config
+from stagecoach.config.model import ModelConfig, parse_model_config
 from stagecoach.costs.machine import H200
 from stagecoach.costs.step_time import StepCosts, StepShape, Storage
 from stagecoach.draft.tiny import TinyDraftShape, gqa_draft_config, mla_draft_config
-from stagecoach.draft_config import DraftConfig, parse_draft_config
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from stagecoach.model_config import ModelConfig, parse_model_config
 from stagecoach.pipeline.partition import (
     balance,
     estimate_layer_costs,

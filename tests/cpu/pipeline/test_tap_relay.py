@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stagecoach.config.model import ModelConfig, Taps, parse_model_config
 from stagecoach.model.tiny import TinyShape, kimi_k3_config
-from stagecoach.model_config import ModelConfig, Taps, parse_model_config
 from stagecoach.pipeline.boundary import incoming_fields, outgoing_fields
 from stagecoach.pipeline.handoff import Handoff
 from stagecoach.pipeline.links import Links

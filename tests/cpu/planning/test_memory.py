@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from stagecoach import LLM
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config, write_tiny_model
 from stagecoach.pipeline.stage import make_stages
 from stagecoach.pipeline.thread_links import ThreadMesh

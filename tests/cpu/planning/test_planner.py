@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.costs.machine import H200, MACHINES
 from stagecoach.errors import ConfigError
 from stagecoach.planning.planner import make_plan

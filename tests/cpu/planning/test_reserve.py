@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.h200.shapes import kimi_k3_draft, kimi_k3_slice, kimi_linear_48b
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.costs.machine import H200
 from stagecoach.model.tiny import write_json
 from stagecoach.planning.memory import engine_memory

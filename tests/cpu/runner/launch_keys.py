@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.kernels import dependent_launch, nvrtc
 from stagecoach.model.weight_slots import WeightKind, WeightScope
 from stagecoach.pipeline.thread_links import ThreadMesh

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stagecoach.config import ResolvedConfig, ResolvedSpeculation
-from stagecoach.draft_config import DraftGqaConfig
+from stagecoach.config.draft import DraftGqaConfig
+from stagecoach.config.engine import ResolvedConfig, ResolvedSpeculation
 from stagecoach.model.stage_memory import KdaMemory, StageMemory
 from stagecoach.pipeline.stage import Stage, make_stages
 from tests.cpu.model.small_draft import small_draft

@@ -15,7 +15,7 @@ from torch import Tensor
 from stagecoach.cache.memory_moves import NO_MOVES, MemoryMoves
 from stagecoach.cache.memory_plan import MemoryPlan
 from stagecoach.cache.prefix_hash import prefix_digest
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.model import tiny
 from stagecoach.pipeline.links import Handle, Links, Transport
 from stagecoach.pipeline.thread_links import ThreadMesh

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig
 from stagecoach.model.tiny import TinyShape, kimi_linear_config, write_tiny_model
 from stagecoach.resolve import resolve
 from stagecoach.runner.buckets import Bucket, Buckets, bounds_of, make_buckets, pages_of

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.kernels import compile_ahead
 from stagecoach.kernels.compile_ahead import Compiled
 from stagecoach.model.tiny import TinyShape, kimi_linear_config, write_tiny_model

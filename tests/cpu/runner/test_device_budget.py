@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagecoach.config import EngineConfig, ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.model.tiny import TinyShape, kimi_linear_config, write_tiny_model
 from stagecoach.resolve import resolve
 from stagecoach.runner.device_budget import chunk_plan, windows_plan

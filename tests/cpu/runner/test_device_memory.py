@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stagecoach.cache.memory_moves import MemoryMoves, Transfer
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.runner.device_memory import DeviceMemory, memory_needs
 from stagecoach.schedule.step_plan import Comparison, StepPlan
 from tests.cpu.engine.fakes import resolved

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from stagecoach.config import ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import ResolvedConfig, SpeculativeConfig
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.kernels.mla import reference as mla_reference
 from stagecoach.model import tiny

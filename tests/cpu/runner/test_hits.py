@@ -14,7 +14,7 @@ import torch
 
 from stagecoach.cache.memory_moves import MemoryMoves, PageCopy, Transfer
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.request import SamplingParams
 from stagecoach.schedule.step_plan import Comparison, RowResult

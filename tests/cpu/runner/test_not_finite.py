@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.model import tiny
 from stagecoach.schedule.step_plan import RowResult, Segment, StepResult

@@ -8,7 +8,7 @@ import torch
 
 from stagecoach.cache.memory_moves import MemoryMoves
 from stagecoach.cache.memory_plan import MemoryPlan
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.model import tiny
 from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedConfig, SpeculativeConfig
+from stagecoach.config.engine import ResolvedConfig, SpeculativeConfig
 from stagecoach.draft.context_rows import MOST_WAITING
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.kernels.ragged import StepTensors

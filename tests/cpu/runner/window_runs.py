@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stagecoach.config import ResolvedSpeculation
+from stagecoach.config.engine import ResolvedSpeculation
 from stagecoach.draft.drafter import Choose, DSparkDrafter, Proposal
 from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, StepTensors
 from stagecoach.model.attn_residual import ResidualStream

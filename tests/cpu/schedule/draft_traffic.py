@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stagecoach.config import ResolvedSpeculation
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig
-from stagecoach.model_config import Taps
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig
+from stagecoach.config.engine import ResolvedSpeculation
+from stagecoach.config.model import Taps
 from stagecoach.schedule.draft_policy import Candidate, DraftPolicy
 from stagecoach.schedule.step_cost import Curve, StageCost, StepCost, StepShape
 

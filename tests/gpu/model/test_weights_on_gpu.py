@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagecoach.config.model import load_model_config
+from stagecoach.config.quantization import NamePatterns, QuantizationChoice
 from stagecoach.kernels.quantization import Fp8Weight, dequantize_fp8
 from stagecoach.model.dummy_weights import draw_tensor, fill_slot
 from stagecoach.model.parallel_linear import SingleRank
@@ -18,9 +20,7 @@ from stagecoach.model.tiny import (
 from stagecoach.model.weight_slots import Target, WeightKind, WeightScope
 from stagecoach.model.weight_upload import WeightUpload
 from stagecoach.model.weights import load_stage
-from stagecoach.model_config import load_model_config
 from stagecoach.pipeline.stage import whole_model
-from stagecoach.quantization_config import NamePatterns, QuantizationChoice
 
 
 def drawn(

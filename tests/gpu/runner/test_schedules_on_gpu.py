@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stagecoach.config import SpeculativeConfig
+from stagecoach.config.engine import SpeculativeConfig
 from stagecoach.draft.tiny import TinyDraftShape, mla_draft_config, write_tiny_draft
 from stagecoach.model.tiny import (
     TinyShape,

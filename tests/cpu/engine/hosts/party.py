@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import ResolvedConfig
+from stagecoach.config.engine import ResolvedConfig
 from stagecoach.engine.child_processes import ChildProcesses, Ending
 from stagecoach.engine.contact import ChannelKeys, Contact
 from stagecoach.engine.hosts import member

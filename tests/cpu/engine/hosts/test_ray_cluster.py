@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig, ResolvedConfig
+from stagecoach.config.engine import EngineConfig, ResolvedConfig
 from stagecoach.engine.hosts import ray_cluster
 from stagecoach.engine.hosts.head import Head
 from stagecoach.engine.hosts.launchers import meeting_of, own_meeting

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from stagecoach.config import EngineConfig
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.hosts.launchers import own_meeting
 from stagecoach.engine.hosts.meeting import HeadAddress
 from stagecoach.engine.hosts.torchrun import meeting_of_ranks

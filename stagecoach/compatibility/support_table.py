@@ -7,7 +7,7 @@ Owns the features and layouts that are told apart, and the table as Markdown, wh
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stagecoach.compatibility import TABLE
+from stagecoach.compatibility.rules import TABLE
 
 
 class SupportRow(NamedTuple):

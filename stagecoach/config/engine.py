@@ -1,7 +1,7 @@
 """EngineConfig: every option of the engine, frozen, with one doc line each.
 
 Owns the options, their own ranges, and the resolution of `auto` values. Combinations of
-options are judged in `compatibility.py`; the keys of speculation are in `speculative_config.py`.
+options are judged in `compatibility/rules.py`; the keys of speculation are in `speculative.py`.
 Names follow vLLM where it has the option.
 """
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stagecoach.draft_config import DraftConfig
-from stagecoach.errors import ConfigError
-from stagecoach.model_config import ModelConfig
-from stagecoach.option_values import at_least, is_number, one_of
-from stagecoach.option_values import option as option  # how all name an option
-from stagecoach.quantization_config import (
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.model import ModelConfig
+from stagecoach.config.option_values import at_least, is_number, one_of
+from stagecoach.config.option_values import option as option  # how all name an option
+from stagecoach.config.quantization import (
     NO_QUANTIZATION,
     ONLINE_METHODS,
     NamePatterns,
     QuantizationChoice,
     has_whole_groups,
 )
-from stagecoach.speculative_config import SpeculativeConfig as SpeculativeConfig
-from stagecoach.speculative_config import speculation_key as speculation_key
+from stagecoach.config.speculative import SpeculativeConfig as SpeculativeConfig
+from stagecoach.config.speculative import speculation_key as speculation_key
+from stagecoach.errors import ConfigError
 
 # Requests without a seed put their number beside it in one 63-bit key.
 MAX_ENGINE_SEED = 2**31 - 1

@@ -12,10 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from stagecoach.config_keys import ConfigKeys
+from stagecoach.config.keys import ConfigKeys
+from stagecoach.config.quantization import has_packed_experts, refuse_other_files
 from stagecoach.errors import CheckpointError, ConfigError
 from stagecoach.json_file import read_json_object
-from stagecoach.quantization_config import has_packed_experts, refuse_other_files
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -1,15 +1,15 @@
 """What a rule of the table of refused combinations is, and what it judges.
 
-The rules are in `compatibility.py` and `quantization_rules.py`.
+The rules are in `compatibility/rules.py` and `compatibility/quantization_rules.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagecoach.config import EngineConfig
-from stagecoach.draft_config import DraftConfig
-from stagecoach.model_config import ModelConfig
+from stagecoach.config.draft import DraftConfig
+from stagecoach.config.engine import EngineConfig
+from stagecoach.config.model import ModelConfig
 
 # Name and value of everything that a rule joins, as the caller spells it.
 Parts = tuple[tuple[str, object], ...]

@@ -1,13 +1,13 @@
-"""What is refused of quantisation: rules of the table in `compatibility.py`.
+"""What is refused of quantisation: rules of the table in `compatibility/rules.py`.
 
 Owns those that join options of packed experts and of online quantisation with each other and
 with the model.
 """
 
-from stagecoach.compatibility_rule import Combination, Rule
-from stagecoach.config import EngineConfig, option, speculation_key
+from stagecoach.compatibility.rule import Combination, Rule
+from stagecoach.config.engine import EngineConfig, option, speculation_key
+from stagecoach.config.quantization import has_whole_groups
 from stagecoach.errors import ConfigError
-from stagecoach.quantization_config import has_whole_groups
 
 _PACKED, _ONLINE = "mxfp4_experts", "online_quantization"
 _PATTERNS = ("online_quantization_include", "online_quantization_exclude")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config import EngineConfig, SpeculativeConfig, option
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig, option
 from stagecoach.errors import ConfigError
 
 _COUNTS = (

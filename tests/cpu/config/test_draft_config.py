@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from stagecoach.draft_config import (
+from stagecoach.config.draft import (
     DraftGqaConfig,
     DraftMlaConfig,
     RopeConfig,
     load_draft_config,
     parse_draft_config,
 )
+from stagecoach.config.model import Taps
 from stagecoach.errors import CheckpointError, ConfigError
-from stagecoach.model_config import Taps
 from tests.cpu.draft.published import GQA_CONFIG, MLA_CONFIG
 
 pytestmark = pytest.mark.cpu

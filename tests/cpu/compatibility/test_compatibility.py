@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stagecoach import compatibility, support_table
-from stagecoach.compatibility import TABLE, Combination, Rule
-from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.compatibility import rules, support_table
+from stagecoach.compatibility.rules import TABLE, Combination, Rule
+from stagecoach.compatibility.support_table import FEATURES, LAYOUTS
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig, DraftMlaConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig, option, speculation_key
+from stagecoach.config.model import Taps, parse_model_config
 from stagecoach.errors import ConfigError
-from stagecoach.model_config import Taps, parse_model_config
-from stagecoach.support_table import FEATURES, LAYOUTS
 
 _CONFIG: dict[str, Any] = {
     "model_type": "kimi_linear",
@@ -252,7 +252,7 @@ def test_the_message_names_everything_that_clashes_with_its_values(rule: Rule) -
     example = _EXAMPLES[rule.name]
     asked = _refused(example)
     with pytest.raises(ConfigError) as caught:
-        compatibility.check(asked)
+        rules.check(asked)
     text = str(caught.value)
     parts = rule.parts(asked)
     assert len(parts) >= 2
@@ -273,7 +273,7 @@ def test_the_message_names_everything_that_clashes_with_its_values(rule: Rule) -
 
 @pytest.mark.parametrize("name", _EXAMPLES)
 def test_the_neighbour_passes(name: str) -> None:
-    compatibility.check(_allowed(_EXAMPLES[name]))
+    rules.check(_allowed(_EXAMPLES[name]))
 
 
 def test_parts_of_the_model_that_are_absent_refuse_nothing() -> None:
@@ -285,38 +285,36 @@ def test_parts_of_the_model_that_are_absent_refuse_nothing() -> None:
         "num_heads": 7,
     }
     dense = {"linear_attn_config": all_mla, "num_experts": 0, "moe_intermediate_size": 7}
-    compatibility.check(_combination({"tensor_parallel_size": 2}, dense))
+    rules.check(_combination({"tensor_parallel_size": 2}, dense))
     moe = {"first_k_dense_replace": 0, "intermediate_size": 7}
-    compatibility.check(_combination({"tensor_parallel_size": 2}, moe))
+    rules.check(_combination({"tensor_parallel_size": 2}, moe))
 
 
 def test_the_cache_is_switched_off_without_naming_its_options() -> None:
     defaults = {"state_checkpoint_interval": 512, "max_state_checkpoints": None}
-    compatibility.check(_combination({"enable_prefix_caching": False, **defaults}))
+    rules.check(_combination({"enable_prefix_caching": False, **defaults}))
 
 
 def test_a_draft_that_says_no_block_length_takes_any_k() -> None:
-    compatibility.check(
-        _combination({}, draft={"block_length": None}, keys={"num_speculative_tokens": 16})
-    )
+    rules.check(_combination({}, draft={"block_length": None}, keys={"num_speculative_tokens": 16}))
 
 
 def test_taps_below_the_embedding_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"target_layer_ids=-2,0 and num_hidden_layers=4"):
-        compatibility.check(_combination({}, draft={"taps": Taps((-2, 0))}))
+        rules.check(_combination({}, draft={"taps": Taps((-2, 0))}))
 
 
 def test_a_schedule_needs_no_confidence_head() -> None:
-    compatibility.check(_combination({}, draft={}, keys={"confidence_schedule": True}))
+    rules.check(_combination({}, draft={}, keys={"confidence_schedule": True}))
 
 
 def test_one_token_a_step_is_allowed() -> None:
-    compatibility.check(_combination({"max_num_batched_tokens": 1}, draft={}))
+    rules.check(_combination({"max_num_batched_tokens": 1}, draft={}))
 
 
 def test_without_a_length_few_pages_are_allowed() -> None:
     """Requests that do not fit are then refused one by one."""
-    compatibility.check(_combination({"num_gpu_blocks_override": 2}))
+    rules.check(_combination({"num_gpu_blocks_override": 2}))
 
 
 def test_rules_limit_features_that_exist() -> None:

@@ -3,7 +3,7 @@
 Owns the mapping from published keys (DSpark drafts for Kimi-K3: `k3_dspark` with MLA, and the
 GQA form on Qwen3 layers) to facts of the architecture. Knows no tensor and no rank: `resolve`,
 `pipeline/`, `draft/` and `schedule/` read it. What joins a draft and its target is the
-business of `compatibility.py`.
+business of `compatibility/rules.py`.
 """
 
 import math
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagecoach.config_keys import ConfigKeys
+from stagecoach.config.keys import ConfigKeys
+from stagecoach.config.model import Taps
 from stagecoach.errors import CheckpointError, ConfigError
 from stagecoach.json_file import read_json_object
-from stagecoach.model_config import Taps
 
 _MLA_ARCHITECTURES = ("K3DSparkModel",)
 _GQA_ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stagecoach.errors import CheckpointError, ConfigError
-from stagecoach.model_config import (
+from stagecoach.config.model import (
     LayerKind,
     _apply_overrides,
     load_model_config,
     parse_model_config,
 )
+from stagecoach.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.cpu
 

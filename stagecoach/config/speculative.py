@@ -1,14 +1,14 @@
 """The keys of `--speculative-config`: how a draft is named and used.
 
 Owns these keys and their own ranges. What joins one with another option, or with a fact of the
-draft, is judged in `compatibility.py`.
+draft, is judged in `compatibility/rules.py`.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 
+from stagecoach.config.option_values import is_number, option
 from stagecoach.errors import ConfigError
-from stagecoach.option_values import is_number, option
 
 DRAFT_METHODS = ("dspark",)
 ACCEPTANCE_RULES = ("shared", "rejection")

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from stagecoach.config_keys import ConfigKeys
-from stagecoach.errors import ConfigError
-from stagecoach.model.ledger import model_tensors
-from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
-from stagecoach.model_config import load_model_config, parse_model_config
-from stagecoach.quantization_config import (
+from stagecoach.config.keys import ConfigKeys
+from stagecoach.config.model import load_model_config, parse_model_config
+from stagecoach.config.quantization import (
     DEFAULT_EXCLUDE,
     NamePatterns,
     has_packed_experts,
     has_whole_groups,
 )
+from stagecoach.errors import ConfigError
+from stagecoach.model.ledger import model_tensors
+from stagecoach.model.tiny import TinyShape, kimi_k3_config, kimi_linear_config
 
 pytestmark = pytest.mark.cpu
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
-from stagecoach.config_keys import ConfigKeys
+from stagecoach.config.keys import ConfigKeys
 from stagecoach.errors import ConfigError
 
 # How packed experts are stored, as compressed-tensors calls it.

@@ -1,23 +1,24 @@
 """What is refused, and why: the one table of combinations.
 
 Owns every rule that joins two options, or an option or a fact of the draft and a fact of the
-model. Ranges of single options are config.py's, values of config.json that no code implements
-are model_config.py's and draft_config.py's. The table is evaluated before a process starts or
-a weight is read; the tests and the support table (`support_table.py`) are made from it.
+model. Ranges of single options are `config/engine.py`'s, values of config.json that no code
+implements are those of `config/model.py` and `config/draft.py`. The table is evaluated before a
+process starts or a weight is read; the tests and the support table (`support_table.py`) are made
+from it.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 from stagecoach.cache.page_pool import NUM_RESERVED_PAGES
-from stagecoach.compatibility_rule import Combination as Combination  # what the table judges
-from stagecoach.compatibility_rule import Parts
-from stagecoach.compatibility_rule import Rule as Rule
-from stagecoach.config import EngineConfig, SpeculativeConfig, option, speculation_key
-from stagecoach.draft_config import DraftConfig, DraftGqaConfig
+from stagecoach.compatibility.quantization_rules import QUANTIZATION_RULES
+from stagecoach.compatibility.rule import Combination as Combination  # what the table judges
+from stagecoach.compatibility.rule import Parts
+from stagecoach.compatibility.rule import Rule as Rule
+from stagecoach.config.draft import DraftConfig, DraftGqaConfig
+from stagecoach.config.engine import EngineConfig, SpeculativeConfig, option, speculation_key
+from stagecoach.config.model import LayerKind
 from stagecoach.errors import ConfigError
-from stagecoach.model_config import LayerKind
-from stagecoach.quantization_rules import QUANTIZATION_RULES
 
 _TP = "tensor_parallel_size"
 _PP = "pipeline_parallel_size"
