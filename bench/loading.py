@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,10 +96,13 @@ def drop_from_cache(paths: list[Path]) -> None:
 
 
 def read_raw(paths: list[Path], num_threads: int) -> float:
-    """Seconds to read all bytes, pieces in the order of the files."""
-    pieces = iter(
-        [(path, start) for path in paths for start in range(0, path.stat().st_size, PIECE_BYTES)]
-    )
+    """Seconds to read all bytes, pieces in the order of the files.
+
+    Raises:
+        OSError: a file became shorter, or the disk fails.
+    """
+    sizes = {path: path.stat().st_size for path in paths}
+    pieces = iter([(path, start) for path in paths for start in range(0, sizes[path], PIECE_BYTES)])
     taking = threading.Lock()
     descriptors = {path: os.open(path, os.O_RDONLY) for path in paths}
 
@@ -109,21 +113,23 @@ def read_raw(paths: list[Path], num_threads: int) -> float:
                 path, start = next(pieces, (None, 0))
             if path is None:
                 return
-            end = min(PIECE_BYTES, path.stat().st_size - start)
+            end = min(PIECE_BYTES, sizes[path] - start)
             done = 0
             while done < end:
-                done += os.preadv(descriptors[path], [buffer[done:end]], start + done)
+                count = os.preadv(descriptors[path], [buffer[done:end]], start + done)
+                if not count:
+                    raise OSError(f"{path} became shorter while it was read")
+                done += count
 
-    threads = [threading.Thread(target=read) for _ in range(num_threads)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - began
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-    return seconds
+    try:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(num_threads) as pool:
+            for reading in [pool.submit(read) for _ in range(num_threads)]:
+                reading.result()
+        return time.perf_counter() - began
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def load(folder: Path, dtype: torch.dtype, device: str) -> float:
@@ -184,7 +190,8 @@ def measure(folder: Path, arguments: argparse.Namespace) -> str:
         rounds.append(Round(num_bytes / raw, num_bytes / seconds))
     ratios = [item.load / item.raw for item in rounds]
     raw, loaded = (statistics.median(values) / 1e9 for values in zip(*rounds, strict=True))
-    command = f"scripts/bench loading --gib {arguments.gib:g} --dtype {arguments.dtype}"
+    source = f"--model {arguments.model}" if arguments.model else f"--gib {arguments.gib:g}"
+    command = f"scripts/bench loading {source} --dtype {arguments.dtype}"
     return "\n".join(
         [
             "# Loading a checkpoint",

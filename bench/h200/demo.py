@@ -19,6 +19,7 @@ from bench.h200.parts import write_part
 from stagecoach import LLM, SamplingParams
 from stagecoach.demo import tasks
 from stagecoach.demo.evaluation import evaluate_model, render_prompt
+from stagecoach.demo.example import Example
 from stagecoach.outputs import RequestOutput
 
 MAX_TOKENS = 192
@@ -79,7 +80,17 @@ class Agreement(NamedTuple):
         }
 
 
-def answers(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
+def examples_of(number: int) -> list[Example]:
+    """Held-out examples, so many of each family; none of those that are graded."""
+    return [
+        tasks.generate(family, 2, index, "held_out")
+        for family in tasks.FAMILIES
+        for index in range(number)
+    ]
+
+
+def answers(llm: LLM, examples: list[Example]) -> list[RequestOutput]:
+    prompts = [render_prompt(llm, example) for example in examples]
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=2)
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -105,7 +116,7 @@ def compare(reference: list[RequestOutput], others: list[RequestOutput]) -> Agre
 
 
 def measure_engine(
-    options: dict[str, Any], prompts: list[list[int]], limit: int
+    options: dict[str, Any], examples: list[Example], limit: int
 ) -> tuple[list[RequestOutput], dict[str, float], float | None]:
     """Answers, scores by family, and tokens of a verify round where there is a draft."""
     with LLM("demo", show_progress=False, log_level="warning", **options) as llm:
@@ -113,7 +124,7 @@ def measure_engine(
             llm, families=tuple(tasks.FAMILIES), limit=limit, seed=1, max_tokens=512
         )
         rounds = report.speculation.tokens_per_round if report.speculation else None
-        return answers(llm, prompts), report.tasks, rounds
+        return answers(llm, examples), report.tasks, rounds
 
 
 def main() -> None:
@@ -125,19 +136,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of a family, for the agreement")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    examples = examples_of(arguments.prompts)
     with LLM("demo", device="cpu", show_progress=False, log_level="warning") as llm:
-        examples = [
-            tasks.generate(family, 2, index, "held_out")
-            for family in tasks.FAMILIES
-            for index in range(arguments.prompts)
-        ]
-        prompts = [render_prompt(llm, example) for example in examples]
-        reference = answers(llm, prompts)
+        reference = answers(llm, examples)
     results: dict[str, Any] = {"agreement": {}, "scores": {}, "tokens_per_round": {}}
     for engine in ENGINES:
         if engine.stages > arguments.stages:
             continue
-        got, scores, rounds = measure_engine(engine.options(), prompts, arguments.limit)
+        got, scores, rounds = measure_engine(engine.options(), examples, arguments.limit)
         agreement = compare(reference, got).report()
         results["agreement"][engine.name] = agreement
         results["scores"][engine.name] = scores

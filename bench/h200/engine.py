@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from bench.h200 import shapes
 from bench.h200.parts import write_part
 from stagecoach import LLM, SamplingParams
+from stagecoach.config.engine import CACHE_DTYPES, PACKED_MODES
+from stagecoach.config.quantization import ONLINE_METHODS
 
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 256
@@ -145,13 +147,19 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "enforce_eager": arguments.enforce_eager,
         "gpu_memory_utilization": arguments.gpu_memory_utilization,
+        "online_quantization": arguments.online_quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "mxfp4_experts": arguments.mxfp4_experts,
         "log_level": arguments.log_level,
     }
     if arguments.accept:
+        follows = arguments.online_quantization != "none"
         options["speculative_config"] = {
             "model": str(shapes.write_folder(shapes.kimi_k3_draft(), is_draft=True)),
             "num_speculative_tokens": NUM_DRAFT_TOKENS,
             "synthetic_acceptance_length": arguments.accept,
+            "online_quantization": "follow" if follows else "none",
+            "kv_cache_dtype": arguments.kv_cache_dtype,
         }
     if arguments.pp_partition:
         options["pp_partition"] = tuple(map(int, arguments.pp_partition.split(",")))
@@ -173,11 +181,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=8704)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     parser.add_argument("--enforce-eager", action="store_true")
+    add_formats(parser)
     parser.add_argument(
         "--capture-sizes", type=_numbers, help="of graphs; by default those that are measured"
     )
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--out", type=Path)
+
+
+def add_formats(parser: argparse.ArgumentParser) -> None:
+    """Options of what is narrower than the activations; a draft has the target's."""
+    parser.add_argument("--online-quantization", choices=ONLINE_METHODS, default="none")
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto")
+    parser.add_argument("--mxfp4-experts", choices=PACKED_MODES, default="auto")
 
 
 def measure_points(
@@ -186,7 +202,7 @@ def measure_points(
     """("decode" or "prefill", point), one after the other."""
     for concurrency in arguments.concurrency:
         # Long runs scatter less.
-        runs = 3 if concurrency < 64 else arguments.runs
+        runs = arguments.runs or (3 if concurrency < 64 else 2)
         point = measure_decode(llm, concurrency, runs, source)
         if arguments.shape == "kimi-linear":
             point["limit_ms"] = 1e3 * shapes.decode_limit_seconds(
@@ -194,6 +210,10 @@ def measure_points(
                 PROMPT_TOKENS + OUTPUT_TOKENS / 2,
                 num_stages=arguments.pp,
                 tp_size=arguments.tp,
+                sizes=shapes.linear_bytes(
+                    has_fp8_weights=arguments.online_quantization == "ptpc_fp8",
+                    has_fp8_rows=arguments.kv_cache_dtype == "fp8",
+                ),
             )
             point["fraction_of_limit"] = point["limit_ms"] / point["step_ms"]
         yield "decode", point
@@ -227,7 +247,9 @@ def main() -> None:
     )
     add_options(parser)
     parser.add_argument("--concurrency", type=_numbers, default=[1, 8, 64, 256])
-    parser.add_argument("--runs", type=int, default=2, help="of each point from 64 requests on")
+    parser.add_argument(
+        "--runs", type=int, help="of each point; by default 3, from 64 requests on 2"
+    )
     parser.add_argument("--prefill", type=_numbers, default=[8192])
     parser.add_argument("--name", help="of the part; by default SHAPE-ppN-tpN")
     arguments = parser.parse_args()
@@ -249,6 +271,9 @@ def main() -> None:
         results: dict[str, Any] = {
             "shape": arguments.shape,
             "accept": arguments.accept,
+            "online_quantization": arguments.online_quantization,
+            "kv_cache_dtype": arguments.kv_cache_dtype,
+            "mxfp4_experts": arguments.mxfp4_experts,
             "pp": arguments.pp,
             "tp": arguments.tp,
             "has_graphs": not arguments.enforce_eager,

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from bench.h200 import shapes
+from bench.h200.engine import add_formats
 from bench.h200.parts import write_part
 from stagecoach.config.engine import EngineConfig, ResolvedConfig, SpeculativeConfig
 from stagecoach.observe import log
@@ -107,7 +108,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=8704)
     parser.add_argument("--draft", action="store_true", help="with a small draft of 7 tokens")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--mxfp4-experts", default="auto")
+    parser.add_argument("--max-state-checkpoints", type=int)
+    add_formats(parser)
+    parser.add_argument("--name", help="of the part, behind `memory-`; by default the shape")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     log.configure("memory", level="info")
@@ -115,7 +118,12 @@ def main() -> None:
     speculative = None
     if arguments.draft:
         draft = shapes.write_folder(shapes.kimi_k3_draft(arguments.layers), is_draft=True)
-        speculative = SpeculativeConfig(model=str(draft))
+        follows = arguments.online_quantization != "none"
+        speculative = SpeculativeConfig(
+            model=str(draft),
+            online_quantization="follow" if follows else "none",
+            kv_cache_dtype=arguments.kv_cache_dtype,
+        )
     engine = EngineConfig(
         model=str(shapes.write_folder(config)),
         device="cuda",
@@ -125,6 +133,9 @@ def main() -> None:
         max_model_len=arguments.max_model_len,
         enforce_eager=arguments.enforce_eager,
         mxfp4_experts=arguments.mxfp4_experts,
+        online_quantization=arguments.online_quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        max_state_checkpoints=arguments.max_state_checkpoints,
         speculative_config=speculative,
     )
     with torch.inference_mode():
@@ -134,9 +145,9 @@ def main() -> None:
         ratio = planned / measured if measured else 0.0
         print(f"{name:18}{planned:16,} planned {measured:16,} measured {ratio:8.3f}")
     if arguments.out:
-        part = f"memory-{arguments.shape}" + ("-draft" if arguments.draft else "")
+        name = arguments.name or arguments.shape + ("-draft" if arguments.draft else "")
         options = {name: str(value) for name, value in vars(arguments).items()}
-        write_part(arguments.out, part, {"options": options, "bytes": results})
+        write_part(arguments.out, f"memory-{name}", {"options": options, "bytes": results})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ _KIMI_LINEAR = TinyShape(
     max_length=1 << 20,
 )
 
+# Weights of the Kimi-Linear shape that `ptpc_fp8` makes a byte shorter, by its default patterns.
+FP8_VALUES = 1.177e9
+
 
 class LinearBytes(NamedTuple):
     """Of the Kimi-Linear shape: what a decode step reads and writes."""
@@ -55,6 +58,9 @@ class LinearBytes(NamedTuple):
     num_moe_layers: int = 26
     state: float = 86.8e6  # of one request: KDA state and convolution rows, read and written
     row: float = 8064.0  # of one cached token, over all MLA layers
+
+
+BFLOAT16_BYTES = LinearBytes()
 
 
 def kimi_linear_48b() -> dict[str, Any]:
@@ -121,8 +127,23 @@ def write_folder(config: dict[str, Any], *, is_draft: bool = False) -> Path:
     return folder
 
 
+def linear_bytes(*, has_fp8_weights: bool, has_fp8_rows: bool) -> LinearBytes:
+    """Of the Kimi-Linear shape with `ptpc_fp8` weights or fp8 rows of the MLA cache."""
+    sizes = BFLOAT16_BYTES
+    if has_fp8_weights:
+        sizes = sizes._replace(dense=sizes.dense - FP8_VALUES)
+    if has_fp8_rows:
+        sizes = sizes._replace(row=sizes.row / 2)
+    return sizes
+
+
 def decode_limit_seconds(
-    concurrency: int, context: float, *, num_stages: int = 1, tp_size: int = 1
+    concurrency: int,
+    context: float,
+    *,
+    num_stages: int = 1,
+    tp_size: int = 1,
+    sizes: LinearBytes = BFLOAT16_BYTES,
 ) -> float:
     """Time of the bytes of one decode step of the Kimi-Linear shape, over all its stages.
 
@@ -132,8 +153,8 @@ def decode_limit_seconds(
     Args:
         concurrency: requests that decode.
         context: mean cached tokens of each.
+        sizes: of the weights and the rows.
     """
-    sizes = LinearBytes()
     cohort = -(-concurrency // num_stages)
     experts = distinct_experts(cohort) * sizes.expert * sizes.num_moe_layers
     cohort_bytes = sizes.dense + experts + cohort * (sizes.state + context * sizes.row)

@@ -134,6 +134,8 @@ def make_tables(parts: Parts) -> str:
 def _table(name: str, results: dict[str, Any]) -> list[str]:
     if "decode" in results:
         return _engine_table(results)
+    if "bytes" in results:
+        return _memory_table(results["bytes"])
     if "rows" in results:
         columns = list(results["rows"][0])
         return _rows(
@@ -149,10 +151,13 @@ def _table(name: str, results: dict[str, Any]) -> list[str]:
 
 
 def _engine_table(results: dict[str, Any]) -> list[str]:
-    is_peer_shape = (
-        results["shape"] == "kimi-linear" and (results["pp"], results["tp"]) in peer.DECODE
+    is_like_peer = (
+        results["shape"] == "kimi-linear"
+        and (results["pp"], results["tp"]) in peer.DECODE
+        and results["has_graphs"]
+        and not _is_narrower(results)
     )
-    ratios = vllm_ratios(results) if is_peer_shape and results["has_graphs"] else {}
+    ratios = vllm_ratios(results) if is_like_peer else {}
     lines = _rows(
         [
             "requests",
@@ -200,9 +205,15 @@ def _engine_table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Start: {results['start_seconds']:.1f} s."]
 
 
+def _is_narrower(results: dict[str, Any]) -> bool:
+    """Whether weights or rows are quantised: the peer was measured without."""
+    weights = results.get("online_quantization", "none")
+    return weights != "none" or results.get("kv_cache_dtype", "auto") == "fp8"
+
+
 def _peer_prefill(results: dict[str, Any], length: int) -> str:
     """The peer's tokens a second, where it was measured."""
-    if results["shape"] != "kimi-linear" or length != peer.PREFILL_TOKENS:
+    if results["shape"] != "kimi-linear" or length != peer.PREFILL_TOKENS or _is_narrower(results):
         return ""
     rate = peer.PREFILL.get((results["pp"], results["tp"]))
     return "" if rate is None else f"{rate:.0f}"
@@ -246,6 +257,21 @@ def _cache_table(results: dict[str, Any]) -> list[str]:
                 f"{point['ratio']:.1f}",
             ]
             for interval, point in results.items()
+        ],
+    )
+
+
+def _memory_table(results: dict[str, dict[str, int]]) -> list[str]:
+    return _rows(
+        ["bytes of", "planned", "measured", "planned / measured"],
+        [
+            [
+                name,
+                f"{both['planned']:,}",
+                f"{both['measured']:,}",
+                _shown(both["planned"] / both["measured"] if both["measured"] else None),
+            ]
+            for name, both in results.items()
         ],
     )
 

@@ -7,16 +7,17 @@ and nothing waits for jobs that nobody will take.
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import CheckpointReader
-from stagecoach.model.weight_upload import StagingBuffer, WeightUpload
+from stagecoach.model.weight_upload import BUFFER_BYTES, StagingBuffer, WeightUpload
 
 Job = TypeVar("Job")
 AnyJob = TypeVar("AnyJob", contravariant=True)
@@ -59,43 +60,89 @@ class Placement(Protocol, Generic[AnyJob]):
         """Use what was read elsewhere; True if nothing is left to do with it."""
 
 
+class _Planned(NamedTuple, Generic[Job]):
+    """A job and where its parts are read to."""
+
+    job: Job
+    parts: tuple[PartRead, ...]
+    homes: Sequence[Tensor] | None  # None: in the buffer, at `starts`
+    starts: list[int]
+
+
+class _Batch(NamedTuple, Generic[Job]):
+    """Jobs that one thread reads into one buffer, one after the other."""
+
+    jobs: list[_Planned[Job]]
+    num_staged: int  # bytes in the buffer
+
+
+class _Outcome(NamedTuple, Generic[Job]):
+    """Jobs that were read, and what kept the one behind them from it."""
+
+    reads: list[ReadPart[Job]]
+    error: CheckpointError | None
+
+
 def read_ahead(
     reader: CheckpointReader,
     jobs: Iterable[tuple[Job, tuple[PartRead, ...]]],
     upload: WeightUpload,
     num_threads: int = NUM_THREADS,
     placement: Placement[Job] | None = None,
+    batch_bytes: int = BUFFER_BYTES,
 ) -> Generator[ReadPart[Job], None, None]:
     """Jobs with their tensors, in the order given; close it when leaving early.
 
     Args:
         placement: None: all that was read is the consumer's to use.
+        batch_bytes: small jobs that follow each other are read together up to so many bytes.
 
     Raises:
         CheckpointError: a file is missing, damaged or unreadable; names file and tensor.
     """
-    waiting: deque[Future[ReadPart[Job]]] = deque()
+    waiting: deque[Future[_Outcome[Job]]] = deque()
     upload.provide(num_threads + _NUM_SPARE)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="read") as pool:
         try:
-            for job, parts in jobs:
+            for batch in _batches(reader, jobs, placement, batch_bytes):
                 if len(waiting) == num_threads + _NUM_SPARE:
-                    yield waiting.popleft().result()
-                homes = placement.homes(job, parts) if placement is not None else None
-                num_bytes = [_aligned(part_bytes(reader, part)) for part in parts]
-                buffer = upload.take(sum(num_bytes) if homes is None else 0)
-                if homes is None:
-                    ends = list(accumulate(num_bytes, initial=0))
-                    places = [buffer.bytes[start:end] for start, end in pairwise(ends)]
-                    future = pool.submit(_read, reader, job, parts, places, buffer, placement)
-                else:
-                    future = pool.submit(_read_home, reader, job, parts, homes, buffer)
-                waiting.append(future)
+                    yield from _read_jobs(waiting.popleft())
+                buffer = upload.take(batch.num_staged)
+                waiting.append(pool.submit(_read, reader, batch, buffer, placement))
             while waiting:
-                yield waiting.popleft().result()
+                yield from _read_jobs(waiting.popleft())
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _batches(
+    reader: CheckpointReader,
+    jobs: Iterable[tuple[Job, tuple[PartRead, ...]]],
+    placement: Placement[Job] | None,
+    batch_bytes: int,
+) -> Iterator[_Batch[Job]]:
+    planned: list[_Planned[Job]] = []
+    num_read = num_staged = 0
+    for job, parts in jobs:
+        sizes = [_aligned(part_bytes(reader, part)) for part in parts]
+        if planned and num_read + sum(sizes) > batch_bytes:
+            yield _Batch(planned, num_staged)
+            planned, num_read, num_staged = [], 0, 0
+        num_read += sum(sizes)
+        homes = placement.homes(job, parts) if placement is not None else None
+        starts = [] if homes is not None else list(accumulate(sizes, initial=num_staged))
+        num_staged = starts.pop() if starts else num_staged
+        planned.append(_Planned(job, parts, homes, starts))
+    if planned:
+        yield _Batch(planned, num_staged)
+
+
+def _read_jobs(future: Future[_Outcome[Job]]) -> Iterator[ReadPart[Job]]:
+    outcome = future.result()
+    yield from outcome.reads
+    if outcome.error is not None:
+        raise outcome.error
 
 
 def part_bytes(reader: CheckpointReader, part: PartRead) -> int:
@@ -110,29 +157,24 @@ def part_bytes(reader: CheckpointReader, part: PartRead) -> int:
 
 def _read(
     reader: CheckpointReader,
-    job: Job,
-    parts: Sequence[PartRead],
-    places: Sequence[Tensor],
+    batch: _Batch[Job],
     buffer: StagingBuffer,
     placement: Placement[Job] | None,
-) -> ReadPart[Job]:
-    tensors = tuple(
-        reader.read(part.name, part.region, into) for part, into in zip(parts, places, strict=True)
-    )
-    is_done = placement is not None and placement.place(job, tensors)
-    return ReadPart(job, () if is_done else tensors, buffer)
-
-
-def _read_home(
-    reader: CheckpointReader,
-    job: Job,
-    parts: Sequence[PartRead],
-    homes: Sequence[Tensor],
-    buffer: StagingBuffer,
-) -> ReadPart[Job]:
-    for part, home in zip(parts, homes, strict=True):
-        reader.read(part.name, part.region, home)
-    return ReadPart(job, (), buffer)
+) -> _Outcome[Job]:
+    outcome = _Outcome[Job]([], None)
+    for job, parts, homes, starts in batch.jobs:
+        places = homes if homes is not None else [buffer.bytes[start:] for start in starts]
+        try:
+            tensors = tuple(
+                reader.read(part.name, part.region, into)
+                for part, into in zip(parts, places, strict=True)
+            )
+        except CheckpointError as error:
+            return outcome._replace(error=error)
+        is_done = homes is not None or (placement is not None and placement.place(job, tensors))
+        outcome.reads.append(ReadPart(job, () if is_done else tensors, buffer))
+    buffer.num_filled = batch.num_staged
+    return outcome
 
 
 def _aligned(num_bytes: int) -> int:

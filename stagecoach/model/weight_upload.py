@@ -21,7 +21,7 @@ class StagingBuffer:
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._is_pinned = is_pinned
+        self.num_filled = 0  # from the beginning on; what is brought lies there
         self._copied = torch.cuda.Event() if is_pinned else None
 
     def note_copy(self) -> None:
@@ -48,6 +48,8 @@ class WeightUpload:
         self._stream: torch.cuda.Stream | None = None
         self._buffers: list[StagingBuffer | None] = []
         self._next = 0
+        # The buffer brought last, and its bytes on the device.
+        self._brought: tuple[StagingBuffer, Tensor] | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -68,25 +70,45 @@ class WeightUpload:
         if buffer is None or len(buffer.bytes) < num_bytes:
             size = max(num_bytes, BUFFER_BYTES)
             buffer = self._buffers[place] = StagingBuffer(size, is_pinned=self._stream is not None)
+        if self._brought is not None and self._brought[0] is buffer:
+            self._brought = None
         return buffer
 
     @contextmanager
     def bring(self, tensors: tuple[Tensor, ...], buffer: StagingBuffer) -> Iterator[list[Tensor]]:
         """The tensors on the device, for the work of this block.
 
+        What is in a buffer travels in one copy, in the stored types: the device converts faster
+        than the host, and to the same.
+
         Args:
-            tensors: in `buffer`, which is not written before that work is done.
+            tensors: among the first `num_filled` bytes of `buffer`, which is not written before
+                they are copied.
         """
         if self._stream is None:
             yield list(tensors)
             return
         with torch.cuda.stream(self._stream):
-            # In their stored types: the device converts faster than the host, and to the same.
-            yield [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            brought = self._bring_all(buffer)
+            yield [_same_place(tensor, buffer.bytes, brought) for tensor in tensors]
+
+    def _bring_all(self, buffer: StagingBuffer) -> Tensor:
+        if self._brought is None or self._brought[0] is not buffer:
+            filled = buffer.bytes[: buffer.num_filled]
+            self._brought = buffer, filled.to(self._device, non_blocking=True)
             buffer.note_copy()
+        return self._brought[1]
 
     def finish(self) -> None:
         """Wait for all copies, and let go of the buffers."""
         if self._stream is not None:
             self._stream.synchronize()
         self._buffers = []
+        self._brought = None
+
+
+def _same_place(tensor: Tensor, source: Tensor, copy: Tensor) -> Tensor:
+    """The part of `copy` that `tensor` is of `source`, both uint8 [bytes]."""
+    start = tensor.data_ptr() - source.data_ptr()
+    assert start >= 0 and start + tensor.nbytes <= len(copy), "a tensor outside its buffer"
+    return copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

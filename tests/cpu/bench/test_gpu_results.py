@@ -152,6 +152,13 @@ def test_every_part_has_a_table() -> None:
                 "exchanges": {"itself_us_a_step": 7.4, "wait_us_a_step": [0.6, 2.2]},
             }
         },
+        "memory-kimi-linear": {
+            "options": {"shape": "kimi-linear"},
+            "bytes": {
+                "weights": {"planned": 2_000, "measured": 1_000},
+                "first context": {"planned": 0, "measured": 0},
+            },
+        },
         "other": {"anything": 5.0},
     }
     parts = {
@@ -164,7 +171,17 @@ def test_every_part_has_a_table() -> None:
     assert "| decode | 2.00 |  |" in text and '"anything": 5.0' in text
     assert "| every 512 tokens | 500.0 | 100.0 | 5.0 |" in text
     assert "| decode at 1 | 50 | 5 | experts 40 |" in text
+    assert "| weights | 2,000 | 1,000 | 2.00 |" in text and "| first context | 0 | 0 |  |" in text
     assert "| decode at 64 | 30 | 4 | experts 20; exchanges 7, waits 1 and 2 |" in text
+
+
+def test_narrower_weights_are_not_compared_with_the_peer() -> None:
+    environment = {"gpus": ["H200"], "cores": 2, "python": "3", "versions": {}, "cuda": "13"}
+    results = _engine(1, 3.0, 40_000.0) | {"online_quantization": "ptpc_fp8"}
+    part = {"environment": {**environment, "commit": "abc1234"}, "results": results}
+    text = summary.make_tables({"kimi-linear-pp1-ptpc_fp8": part})
+    assert "| 1 | 3.00 |  | 0.70 | 9.00 | 100 |  | 0.10 | 50% |" in text
+    assert "| 8192 | 0.100 | 40000 |  | 50% |" in text
 
 
 def test_a_phase_that_is_none_is_refused_with_those_that_are() -> None:

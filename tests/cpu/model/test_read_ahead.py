@@ -52,10 +52,12 @@ def reading_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("read")]
 
 
-def test_jobs_come_in_order_with_all_their_parts(reader: SlowReader) -> None:
+@pytest.mark.parametrize("batch_bytes", [1, 1000, 1 << 20])
+def test_jobs_come_in_order_with_all_their_parts(reader: SlowReader, batch_bytes: int) -> None:
     upload = WeightUpload(torch.device("cpu"))
     rows, buffers = [], set()
-    for job, (codes, row), buffer in read_ahead(reader, jobs(), upload, NUM_THREADS):
+    reads = read_ahead(reader, jobs(), upload, NUM_THREADS, batch_bytes=batch_bytes)
+    for job, (codes, row), buffer in reads:
         assert torch.equal(row, MATRIX[job : job + 1]) and torch.equal(codes, BYTES[job % 7 :])
         rows.append(job)
         buffers.add(id(buffer))
@@ -64,17 +66,20 @@ def test_jobs_come_in_order_with_all_their_parts(reader: SlowReader) -> None:
     assert not reading_threads()
 
 
-def test_an_error_comes_where_its_job_is_due_and_ends_the_threads(reader: SlowReader) -> None:
+@pytest.mark.parametrize("batch_bytes", [1, 1000, 1 << 20])
+def test_an_error_comes_where_its_job_is_due_and_ends_the_threads(
+    reader: SlowReader, batch_bytes: int
+) -> None:
     reader.failing_row = 50
     upload = WeightUpload(torch.device("cpu"))
     done = []
     with (
         pytest.raises(CheckpointError, match=r"model\.safetensors: matrix cannot be read"),
-        closing(read_ahead(reader, jobs(), upload, NUM_THREADS)) as reads,
+        closing(read_ahead(reader, jobs(), upload, NUM_THREADS, batch_bytes=batch_bytes)) as reads,
     ):
-        done += [item.job for item in reads]
-    # A list that is not finished is lost; what matters is that nobody waits for the rest.
-    assert not done and not reading_threads()
+        for item in reads:
+            done.append(item.job)
+    assert done == list(range(50)) and not reading_threads()
 
 
 def test_who_leaves_early_leaves_no_thread(reader: SlowReader) -> None:

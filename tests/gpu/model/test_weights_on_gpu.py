@@ -126,6 +126,7 @@ def test_an_upload_takes_every_size_and_type_in_turn() -> None:
             assert buffer.bytes.is_pinned()
             staged = buffer.bytes[: source.nbytes].view(source.dtype).view(source.shape)
             staged.copy_(source)
+            buffer.num_filled = source.nbytes
             with upload.bring((staged,), buffer) as (brought,):
                 target.copy_(brought)
     upload.finish()
