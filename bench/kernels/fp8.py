@@ -26,6 +26,7 @@ from bench.kernels.timing import (
 )
 from stagecoach.kernels.linear import fp8_cuda, grouped_linear, linear, reference
 from stagecoach.kernels.linear.fp8_cuda import Fp8Tiles, Fp8VectorTiles
+from stagecoach.kernels.linear.fp8_product_cuda import Fp8ProductTiles, multiply_fp8
 from stagecoach.kernels.quantization import FP8_DTYPE, Fp8Weight, quantize_fp8
 from stagecoach.kernels.quantization.cuda import quantize_rows
 
@@ -47,6 +48,19 @@ CUTS = [
     Fp8Tiles(16, 64, 256, 2, 4, 3),
     Fp8Tiles(16, 32, 256, 2, 4, 4),
     Fp8Tiles(16, 128, 128, 4, 8, 4),
+]
+FEW_ROWS_CUTS = [Fp8ProductTiles(0, 1, cluster) for cluster in (1, 2, 4, 8)]
+MANY_ROWS_CUTS = [
+    Fp8ProductTiles(*cut)
+    for cut in (
+        (128, 2, 1),
+        (128, 2, 2),
+        (128, 2, 4),
+        (64, 2, 1),
+        (64, 2, 2),
+        (64, 1, 1),
+        (64, 1, 2),
+    )
 ]
 
 
@@ -71,7 +85,30 @@ def check(report: Report) -> None:
     on_cpu = Fp8Weight(*(part.cpu() for part in weight_GOI))
     expected_GTO = reference.grouped_linear(x_TGI.float().cpu(), on_cpu)
     report.check("groups", relative_error(grouped_linear(x_TGI, weight_GOI), expected_GTO), 4e-3)
+    check_products(report)
     check_cuts(report)
+
+
+def check_products(report: Report) -> None:
+    """Every cut of the products for Hopper: rows and outputs that fill no tile, few inputs."""
+    for num_rows in (1, 8, 9, 30, 64, 100, 300):
+        for num_outputs, num_inputs in ((136, 208), (1000, 2304), (2304, 4096)):
+            weight = draw(num_outputs, num_inputs)
+            x_TI = torch.randn(num_rows, num_inputs, device="cuda").bfloat16()
+            expected_TO = expected_product(x_TI, weight)
+            rows = quantize_rows(x_TI)
+            for cut in product_cuts(num_rows):
+                torch.empty(2**24, device="cuda").fill_(math.nan)
+                name = f"{num_rows} x {num_outputs} x {num_inputs}, {tuple(cut)}"
+                out_TO = multiply_fp8(*rows, weight, cut)
+                report.check(name, relative_error(out_TO, expected_TO), 4e-3)
+
+
+def product_cuts(num_rows: int) -> list[Fp8ProductTiles]:
+    if num_rows > 64:
+        return MANY_ROWS_CUTS
+    rows = next(rows for rows in (8, 32, 64) if num_rows <= rows)
+    return [cut._replace(rows=rows) for cut in FEW_ROWS_CUTS]
 
 
 def expected_product(x_TI: Tensor, weight: Fp8Weight) -> Tensor:
@@ -143,12 +180,37 @@ def time(report: Report) -> None:
     for num_outputs, num_inputs in SIZES:
         weight = draw(num_outputs, num_inputs)
         x_TI = torch.randn(64, num_inputs, device="cuda").bfloat16()
-        calls += [partial(fp8_cuda.one_row, x_TI[:1], weight, tiles) for tiles in VECTOR_CUTS]
-        calls += [partial(linear, x_TI[:rows], weight) for rows in (1, 8, 32, 64)]
+        calls += [partial(linear, x_TI[:rows], weight) for rows in (1, 8, 64)]
+        calls += [partial(linear, x_TI[:rows], weight.weight.bfloat16()) for rows in (1, 8)]
+        calls += [partial(quantize_rows, x_TI)]
     compile_together(calls)
-    for num_rows in (1, 8, 16, 64, 256, 8192):
+    time_square(report)
+    for num_rows in (1, 8, 64, 256, 2048, 8192):
         for sizes in SIZES:
             time_product(report, num_rows, *sizes)
+
+
+def time_square(report: Report) -> None:
+    """What the matrix units give a large product, without and with fast sums, beside bfloat16."""
+    size = 8192
+    left, right = (torch.randn(size, size, device="cuda") for _ in range(2))
+    factors = torch.ones(size, device="cuda")
+    for is_fast in (False, True):
+        product = partial(
+            torch._scaled_mm,
+            left.to(FP8_DTYPE),
+            right.to(FP8_DTYPE).t(),
+            scale_a=factors[:, None],
+            scale_b=factors[None, :],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=is_fast,
+        )
+        name = f"square product of E4M3, {'fast' if is_fast else 'exact'} sums"
+        report.figure(f"{name}, TFLOP/s", 2 * size**3 / graph_time_us(product, 5) / 1e6)
+    plain = partial(functional.linear, left.bfloat16(), right.bfloat16())
+    report.figure(
+        "square product of bfloat16, TFLOP/s", 2 * size**3 / graph_time_us(plain, 5) / 1e6
+    )
 
 
 def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: int) -> None:
@@ -159,17 +221,17 @@ def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: in
         num_rows * num_outputs * num_inputs / BF16_FLOPS_PER_US,  # at twice bfloat16's rate
     )
     products: dict[str, Callable[[Fp8Weight], Tensor]] = {"linear": partial(linear, x_TI)}
+    products["quantize"] = lambda _: quantize_rows(x_TI)[0]
     if num_rows == 1:
-        for cut in VECTOR_CUTS:
-            products[str(tuple(cut))] = partial(_one_row, x_TI, cut)
-    elif num_rows in (8, 16):
-        for tiles in CUTS:
-            products[str(tuple(tiles))] = partial(_by_blocks, x_TI, tiles)
+        tiles = fp8_cuda.choose_fp8_vector_tiles(num_inputs)
+        products["vector"] = partial(_one_row, x_TI, tiles)
+    elif num_rows <= 64:
+        blocks = fp8_cuda.choose_fp8_tiles(num_rows, num_outputs, num_inputs, x_TI.dtype)
+        products["blocks"] = partial(_by_blocks, x_TI, blocks)
+    for cut in product_cuts(num_rows):
+        products[str(tuple(cut))] = partial(_by_product, x_TI, cut)
     if num_rows > 1:
         products["torch"] = partial(fp8_cuda.by_torch, x_TI)
-    if 16 < num_rows <= 256:
-        tiles = fp8_cuda.choose_fp8_tiles(num_rows, num_outputs, num_inputs, x_TI.dtype)
-        products["own"] = partial(_by_blocks, x_TI, tiles)
     times: dict[str, float] = {}
     name = f"{num_rows} x {num_outputs} x {num_inputs}"
     for key, product in products.items():
@@ -181,8 +243,7 @@ def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: in
     times["bfloat16"] = graph_time_us([partial(_plain, x_TI, weight_OI) for weight_OI in plain])
     if "linear" in times:
         report.time(f"{name} linear", times["linear"], limit)
-    ranked = sorted(times, key=times.__getitem__)[:5]
-    ranked += [key for key in ("torch", "bfloat16") if key in times and key not in ranked]
+    ranked = sorted(times, key=times.__getitem__)
     print("    " + "; ".join(f"{key} {times[key]:.2f}" for key in ranked), flush=True)
 
 
@@ -192,6 +253,10 @@ def _plain(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _one_row(x_1I: Tensor, tiles: Fp8VectorTiles, weight: Fp8Weight) -> Tensor:
     return fp8_cuda.one_row(x_1I, weight, tiles)
+
+
+def _by_product(x_TI: Tensor, tiles: Fp8ProductTiles, weight: Fp8Weight) -> Tensor:
+    return multiply_fp8(*quantize_rows(x_TI), weight, tiles)
 
 
 def _by_blocks(x_TI: Tensor, tiles: Fp8Tiles, weight: Fp8Weight) -> Tensor:

@@ -27,7 +27,7 @@ from bench.kernels.moe import (
 from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
 from stagecoach.kernels.moe import mxfp4_cuda as packed
 from stagecoach.kernels.moe import reference, routed_experts, sorted_pairs
-from stagecoach.kernels.moe.mxfp4_cuda import PackedExperts
+from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.mxfp4_tiles import (
     FEW_PAIRS,
     FewTiles,

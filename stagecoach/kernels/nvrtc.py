@@ -151,6 +151,9 @@ class CudaKernel:
         num_threads: int,
         arguments: ctypes.Structure,
         shared_bytes: int = 0,
+        *,
+        cluster: int = 1,
+        is_dependent: bool = False,
     ) -> None:
         """Enqueue one launch.
 
@@ -159,6 +162,8 @@ class CudaKernel:
             num_threads: of a block.
             arguments: the kernel's one parameter; copied before this returns.
             shared_bytes: dynamic shared memory of a block.
+            cluster: blocks in x that run together, where the source does not say.
+            is_dependent: it may start before the kernel in front has ended, and waits itself.
 
         Raises:
             CudaCompileError: with the compiler's log, at the first launch.
@@ -168,6 +173,17 @@ class CudaKernel:
         self.reserve_shared(shared_bytes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = torch.cuda.current_stream().cuda_stream
+        if cluster > 1 or is_dependent:
+            config = self._driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+            config.sharedMemBytes = shared_bytes
+            config.hStream = stream
+            config.attrs = _launch_attributes(cluster, is_dependent)
+            config.numAttrs = len(config.attrs)
+            function = self._function
+            _value(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+            return
         _value(
             self._driver.cuLaunchKernel(
                 self._function,
@@ -210,6 +226,26 @@ def _bindings() -> ModuleType:
 
     bindings: ModuleType = cuda.bindings
     return bindings
+
+
+@cache
+def _launch_attributes(cluster: int, is_dependent: bool) -> list[Any]:
+    driver = _bindings().driver
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimensions = attribute.value.clusterDim
+        dimensions.x, dimensions.y, dimensions.z = cluster, 1, 1
+        attributes.append(attribute)
+    if is_dependent:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
 
 
 def _value(result: tuple[Any, ...]) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stagecoach.config.engine import ResolvedSpeculation
-from stagecoach.draft.drafter import Choose, Drafter, Proposal
+from stagecoach.draft.drafter import Drafter, Proposal
 from stagecoach.kernels.ragged import BlockInputs, PackedBlocks, PackedGroup, StepTensors
 from stagecoach.kernels.sampling import (
     Accepted,
@@ -36,6 +36,12 @@ from stagecoach.model.parallel_linear import TensorParallel
 from stagecoach.request import TokenLogprobs
 from stagecoach.runner.accept import Rejection, make_rule
 from stagecoach.runner.device_rows import DeviceRows, read_rows
+from stagecoach.runner.draft_blocks import (
+    blocks_of_all,
+    blocks_of_proposing,
+    newest_of_proposing,
+    own_noise_choice,
+)
 from stagecoach.runner.logprobs import prompt_logprobs, requested_logprobs
 from stagecoach.runner.newest_tokens import NewestTokens
 from stagecoach.runner.packed_inputs import PackedStep
@@ -192,9 +198,11 @@ class LastStage:
             with self._timed():
                 self._drafter.write_context(taps_TNH, step, draft_rows_YRD)
                 proposal = self._drafter.propose(
-                    _all_blocks(packed, self._tp.broadcast(newest_2B)),
+                    blocks_of_all(packed, self._tp.broadcast(newest_2B)),
                     draft_rows_YRD,
-                    None if self._table is None else _packed_choice(packed, newest_2B, self._table),
+                    None
+                    if self._table is None
+                    else own_noise_choice(packed, newest_2B, self._table),
                 )
             if proposal is not None:
                 rows.store(proposal.token_ids_NK, proposal.confidences_NK)
@@ -316,13 +324,13 @@ class LastStage:
         if sampled is None:
             newest_2N = torch.empty(2, len(proposing), dtype=torch.int64, device=self._device)
         else:
-            newest_2N = _newest_tokens(plan, sampled)
+            newest_2N = newest_of_proposing(plan, sampled)
         anchor_ids_N, starts_N = self._tp.broadcast(newest_2N).unbind()
         block: BlockInputs | PackedBlocks
         if step.positions_T is None:
             block = build_block_inputs(plan, step, anchor_ids_N, starts_N, self._num_draft_tokens)
         else:
-            block = _packed_blocks(plan, step, anchor_ids_N, starts_N)
+            block = blocks_of_proposing(plan, step, anchor_ids_N, starts_N)
         choose = None
         if self._table is not None:
             rows = [segment.sampling_row or 0 for segment in proposing]
@@ -407,20 +415,6 @@ class LastStage:
         self.head_seconds += time.perf_counter() - began
 
 
-def _newest_tokens(plan: StepPlan, sampled: Sampled) -> Tensor:
-    """Id and position of the newest token of each segment that proposes: int64 [2, N]."""
-    inputs = sampled.inputs
-    newest_row_N = sampled.verdict.newest_rows(inputs)
-    proposing = [
-        place for place, index in enumerate(inputs.segments) if plan.segments[index].proposes
-    ]
-    if len(proposing) < len(inputs.segments):
-        newest_row_N = newest_row_N[upload(proposing, torch.int64, newest_row_N.device)]
-    return torch.stack(
-        [sampled.verdict.token_ids_R[newest_row_N], inputs.positions_R[newest_row_N]]
-    )
-
-
 def _on_device(inputs: SampleInputs, device: torch.device) -> SampleInputs:
     windows = inputs.windows
     if windows is not None:
@@ -435,60 +429,4 @@ def _on_device(inputs: SampleInputs, device: torch.device) -> SampleInputs:
         token_index_R=to_device(inputs.token_index_R, device),
         positions_R=to_device(inputs.positions_R, device),
         windows=windows,
-    )
-
-
-def _all_blocks(packed: PackedStep, newest_2B: Tensor) -> PackedBlocks:
-    """A block behind every segment of a step of windows; real where it proposes."""
-    group = packed.step.windows[0]
-    assert isinstance(group, PackedGroup), "a packed step"
-    anchor_ids_B, starts_B = newest_2B.unbind()
-    return PackedBlocks(
-        num_blocks=packed.num_segments,
-        max_context=group.max_context,
-        anchor_ids_N=anchor_ids_B,
-        starts_N=starts_B,
-        is_real_N=packed.proposes_B,
-        first_pages_N=group.first_pages_B,
-        pages_P=group.pages_P,
-        block_size=group.block_size,
-    )
-
-
-def _packed_choice(packed: PackedStep, newest_2B: Tensor, table: SamplingTable) -> Choose:
-    """How the blocks of `_all_blocks` are chosen from: with the target's own noise."""
-    sampling_rows_B = packed.sampling_rows_B.where(packed.proposes_B > 0, -1)
-
-    def choose(place: int, logits_BV: Tensor, drafts_BJ: Tensor) -> Tensor:
-        rows = SamplingRows(
-            sampling_rows_B,
-            segment_T=None,
-            positions_T=newest_2B[1],
-            position_offset=1 + place,
-            temperatures_N=table.temperatures_N,
-            seeds_N=table.seeds_N,
-        )
-        return choose_tokens(logits_BV, rows).token_ids_T
-
-    return choose
-
-
-def _packed_blocks(
-    plan: StepPlan, step: StepTensors, anchor_ids_N: Tensor, starts_N: Tensor
-) -> PackedBlocks:
-    """Blocks behind the segments of any packed plan that propose, and no others."""
-    groups = [span.group for span in step.spans() if isinstance(span.group, PackedGroup)]
-    device = anchor_ids_N.device
-    proposing = [index for index, segment in enumerate(plan.segments) if segment.proposes]
-    # The groups share one list of pages.
-    first_pages_B = torch.cat([group.first_pages_B for group in groups])
-    return PackedBlocks(
-        num_blocks=len(proposing),
-        max_context=max(plan.segments[index].end for index in proposing),
-        anchor_ids_N=anchor_ids_N.to(torch.int32),
-        starts_N=starts_N.to(torch.int32),
-        is_real_N=torch.ones(len(proposing), dtype=torch.int32, device=device),
-        first_pages_N=first_pages_B[upload(proposing, torch.int64, device)],
-        pages_P=groups[0].pages_P,
-        block_size=groups[0].block_size,
     )

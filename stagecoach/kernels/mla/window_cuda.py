@@ -22,9 +22,9 @@ from stagecoach.kernels.mla.split_cuda import (
     make_scratch,
     sum_pieces,
 )
-from stagecoach.kernels.mla.tensor_map import TensorMap, swizzled_boxes
 from stagecoach.kernels.quantization import FP8_DTYPE
 from stagecoach.kernels.ragged import RowLayout
+from stagecoach.kernels.tensor_map import TensorMap, swizzled_boxes
 
 _SOURCE = Path(__file__).with_name("window.cu")
 _LATENT, _PE = 512, 64

@@ -17,8 +17,8 @@ from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.dependent_launch import launch_options
 from stagecoach.kernels.linear import cuda as linear
 from stagecoach.kernels.linear.blocks import whole_blocks
-from stagecoach.kernels.moe.mxfp4_cuda import PackedExperts
 from stagecoach.kernels.moe.mxfp4_cuda import routed_experts as packed_experts
+from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.pair_kernel import (
     pair_down_kernel,
     pair_down_whole_kernel,

@@ -9,7 +9,6 @@ I intermediate width.
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from torch.nn import functional
 from triton import cdiv
 
 from stagecoach.kernels import nvrtc
-from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.moe.mxfp4_kernel import SEGMENT, product_mxfp4_kernel
+from stagecoach.kernels.moe.mxfp4_many_cuda import by_many, fits_many
 from stagecoach.kernels.moe.mxfp4_tiles import (
     CHUNK,
     FEW_PAIRS,
@@ -26,10 +25,12 @@ from stagecoach.kernels.moe.mxfp4_tiles import (
     FewTiles,
     Mxfp4SortedTiles,
     few_tiles,
+    many_tiles,
     mxfp4_sorted_tiles,
 )
+from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.sorted_pairs import SortedPairs, combine, sort_pairs
-from stagecoach.kernels.quantization import MXFP4_GROUP_SIZE, Mxfp4Weight
+from stagecoach.kernels.quantization import Mxfp4Weight
 
 _SOURCE = Path(__file__).with_name("mxfp4.cu")
 _NUM_THREADS = 32 * NUM_WARPS
@@ -61,32 +62,6 @@ class FewArguments(ctypes.Structure):
     ]
 
 
-class PackedExperts(NamedTuple):
-    """Packed weights of all experts, and what stands between the products."""
-
-    gate_up_E2IL: Mxfp4Weight
-    down_ELI: Mxfp4Weight
-    activation: Activation
-
-    @property
-    def num_experts(self) -> int:
-        return self.down_ELI.shape[0]
-
-    @property
-    def width(self) -> int:
-        return self.down_ELI.shape[2]
-
-    def check(self, x_TL: Tensor) -> None:
-        for weight in (self.gate_up_E2IL, self.down_ELI):
-            assert weight.packed.is_contiguous() and weight.scale.is_contiguous()
-            assert weight.packed.dtype == weight.scale.dtype == torch.uint8
-            assert weight.shape[2] % MXFP4_GROUP_SIZE == 0, weight.shape
-            assert weight.shape[0] * weight.shape[1] < 2**31, weight.shape
-        assert x_TL.dtype in (torch.bfloat16, torch.float32), x_TL.dtype
-        assert x_TL.stride(1) == 1, "tokens lie in one piece"
-        assert x_TL.shape[1] == self.gate_up_E2IL.shape[2], x_TL.shape
-
-
 def routed_experts(
     x_TL: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: PackedExperts
 ) -> Tensor:
@@ -97,6 +72,9 @@ def routed_experts(
     few = few_tiles(num_pairs, experts.num_experts)
     if few is not None and fits_few(x_TL, experts):
         return by_few(x_TL, weights_TK, ids_TK, experts, few)
+    if fits_many(x_TL, experts):
+        many = many_tiles(num_pairs, experts.num_experts)
+        return by_many(x_TL, weights_TK, ids_TK, experts, many)
     is_float32 = x_TL.dtype == torch.float32
     tiles = mxfp4_sorted_tiles(num_pairs, experts.num_experts, is_float32=is_float32)
     return by_tiles(x_TL, weights_TK, ids_TK, experts, tiles)

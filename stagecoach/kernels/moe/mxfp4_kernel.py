@@ -12,6 +12,8 @@ Dimensions: M pairs of a tile, N outputs, K inputs of a product, B = K / 2 bytes
 import triton
 import triton.language as tl
 
+from stagecoach.kernels.dependent_launch import let_next_start, wait_for_earlier
+
 GROUP = tl.constexpr(32)
 # Inputs of a segment are in operand order: a thread of the matrix units has four times two of 16
 # inputs, and so its weights of a segment are 8 bytes side by side.
@@ -92,6 +94,32 @@ def in_operand_order(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Columns 16 t + 4 s + 2 h + p of each segment go to its columns 16 s + 8 h + 2 t + p."""
     parts = x.reshape(ROWS, COLUMNS // SEGMENT, 4, 4, 2, 2)
     return tl.permute(parts, (0, 1, 3, 4, 2, 5)).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def order_columns_kernel(
+    x_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    stride_x,
+    BLOCK_R: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Columns 32 t + 8 w + 4 p + 2 i + h of each 128 go to its columns 32 w + 16 i + 8 h + 2 t + p.
+
+    One block of rows and one chunk of 128 columns a program; `out` is contiguous.
+    """
+    let_next_start(IS_DEPENDENT)
+    wait_for_earlier(IS_DEPENDENT)
+    rows_R1 = tl.cast(tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.int64)[:, None]
+    to_1C = tl.arange(0, 128)[None, :]
+    of_t = to_1C // 2 % 4 * 32
+    from_1C = of_t + to_1C // 32 * 8 + to_1C % 2 * 4 + to_1C // 16 % 2 * 2 + to_1C // 8 % 2
+    first = tl.program_id(1) * 128
+    is_row_R1 = rows_R1 < num_rows
+    x_RC = tl.load(x_ptr + rows_R1 * stride_x + first + from_1C, mask=is_row_R1)
+    tl.store(out_ptr + rows_R1 * num_columns + first + to_1C, x_RC, mask=is_row_R1)
 
 
 @triton.jit

@@ -51,6 +51,56 @@ class FewTiles(NamedTuple):
         return FewCut(k_warps, rows, blocks_of_rows)
 
 
+class ManyCut(NamedTuple):
+    """How one product is shared out by `mxfp4_many.cu`."""
+
+    num_blocks: int
+    blocks_of_rows: int  # that are made one after the other for a tile of pairs
+
+
+class ManyTiles(NamedTuple):
+    """Both products by `mxfp4_many.cu`."""
+
+    pairs: int  # of a tile
+    few_pairs: int  # of the forms for tiles that are not full
+    more_pairs: int
+    warpgroups: int  # that multiply, 64 rows of weights each
+
+    @property
+    def num_stages(self) -> int:
+        """Chunks of inputs and weights that a processor's shared memory holds, 8 at most."""
+        rest = _MOST_SHARED_BYTES - self.pairs * 4 - _MOST_STAGES * 16
+        return min(_MOST_STAGES, rest // self._stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.num_stages * (self._stage_bytes + 16) + -(-self.pairs * 4 // 16) * 16
+
+    @property
+    def _stage_bytes(self) -> int:
+        """Inputs of the pairs in bfloat16; codes of 64 bytes a row, and 4 scales."""
+        return self.pairs * CHUNK * 2 + self.warpgroups * 64 * (64 + 4)
+
+    def cut(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        num_tiles: int,
+        num_processors: int,
+        *,
+        is_gated: bool,
+    ) -> ManyCut:
+        """Every block walks through its share of the work; a piece is some 24 chunks of inputs."""
+        rows = self.warpgroups * (32 if is_gated else 64)
+        assert num_outputs % rows == 0, f"{num_outputs} outputs, {rows} at a time"
+        num_rows = num_outputs // rows
+        blocks_of_rows = max(1, min(num_rows, 24 * CHUNK // num_inputs))
+        num_pieces = num_tiles * -(-num_rows // blocks_of_rows)
+        return ManyCut(min(num_processors, num_pieces), blocks_of_rows)
+
+
+_MOST_SHARED_BYTES = 227 * 1024  # that a block may have
+_MOST_STAGES = 8
 FEW_PAIRS = 8  # of a tile of `mxfp4.cu`
 # Without sorting a pair reads its expert by itself.
 _MOST_UNSORTED_PAIRS = 32
@@ -64,6 +114,12 @@ _SORTED = (
     (10.0, Mxfp4SortedTiles(64, _BLOCKS, _BLOCKS)),
     (48.0, Mxfp4SortedTiles(128, _BLOCKS, _BLOCKS)),
 )
+# The same for `mxfp4_many.cu`.
+_MANY = (
+    (0.0, ManyTiles(64, 16, 32, 2)),
+    (36.0, ManyTiles(128, 48, 96, 2)),
+    (90.0, ManyTiles(256, 96, 160, 2)),
+)
 # Products of float32 run without tensor cores.
 _SORTED_FLOAT32 = Mxfp4SortedTiles(
     16, Mxfp4ProductTiles(32, 64, 4, 2), Mxfp4ProductTiles(32, 64, 4, 2)
@@ -76,6 +132,17 @@ def few_tiles(num_pairs: int, num_experts: int) -> FewTiles | None:
         return None
     is_sorted = num_pairs > _MOST_UNSORTED_PAIRS
     return FewTiles(is_sorted=is_sorted, most_distinct=min(num_pairs, num_experts))
+
+
+def many_tiles(num_pairs: int, num_experts: int) -> ManyTiles:
+    """The cut of `mxfp4_many.cu` for so many pairs, even if some of them are nobody's."""
+    mean = num_pairs / num_experts
+    return next(tiles for least, tiles in reversed(_MANY) if mean >= least)
+
+
+def all_many_tiles() -> tuple[ManyTiles, ...]:
+    """Every cut that `many_tiles` may choose."""
+    return tuple(tiles for _, tiles in _MANY)
 
 
 def mxfp4_sorted_tiles(num_pairs: int, num_experts: int, *, is_float32: bool) -> Mxfp4SortedTiles:

@@ -1,0 +1,177 @@
+// What `fp8_product.cu` asks of a Hopper GPU: barriers in shared memory, the copy engine, clusters of
+// blocks, products of matrices by warpgroups, and starting before the kernel in front has ended.
+//
+// ROWS says which product is needed.
+
+#pragma once
+
+typedef unsigned short bfloat16;
+typedef unsigned long long descriptor;
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// A wait for a barrier gives up after so many tries of so many nanoseconds.
+constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
+
+__device__ __forceinline__ unsigned address_of(const void *shared) {
+    return (unsigned)__cvta_generic_to_shared(shared);
+}
+
+__device__ __forceinline__ unsigned char *shared_memory() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return memory;
+}
+
+__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(unsigned long long *barrier, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     address_of(barrier)),
+                 "r"(num_bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
+    // A copy that never comes is an error, not a wait without end.
+    asm volatile(
+        "{\n"
+        ".reg .pred passed, goes_on;\n"
+        ".reg .u32 tries;\n"
+        "mov.u32 tries, 0;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
+        "@passed bra done;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 goes_on, tries, %3;\n"
+        "@goes_on bra again;\n"
+        "trap;\n"
+        "done:\n"
+        "}" ::"r"(address_of(barrier)),
+        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
+        : "memory");
+}
+
+// One box of `num_rows` rows of 128 bytes, from (column, row) on; the map knows how many.
+__device__ __forceinline__ void copy_box(void *target, const TensorMap *map, int column, int row,
+                                         int /*num_rows*/, unsigned long long *barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(address_of(target)),
+        "l"(map), "r"(column), "r"(row), "r"(address_of(barrier))
+        : "memory");
+}
+
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// --- The stream: what is launched behind may start; what was launched before has ended.
+
+__device__ __forceinline__ void let_next_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_earlier() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// --- Threads that meet.
+
+template <int NUM_THREADS>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory");
+}
+
+// All threads of all blocks of a cluster; what they wrote is seen.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int cluster_size() {
+    int x;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ int cluster_rank() {
+    int x;
+    asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(x));
+    return x;
+}
+
+// From the same place of shared memory in a block of the cluster.
+__device__ __forceinline__ float4 load_from_block(unsigned address, int block) {
+    float4 x;
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(block));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+// --- Products.
+
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// c [64, ROWS] += a [64, 32] b [32, ROWS]. Unless `accumulates`, c = a b.
+#define MULTIPLY_ADD(N, COUNT, REGISTERS, A, B, FLAG, OPERANDS)                                   \
+    __device__ __forceinline__ void multiply_add(float (&c)[COUNT], descriptor a, descriptor b,   \
+                                                 int accumulates) {                               \
+        asm volatile(                                                                             \
+            "{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #FLAG ", 0;\n"                             \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS "}, %" #A      \
+            ", %" #B ", adds, 1, 1;\n}"                                                           \
+            : OPERANDS                                                                            \
+            : "l"(a), "l"(b), "r"(accumulates));                                                  \
+    }
+
+#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define REGISTERS_4 "%0, %1, %2, %3"
+#define REGISTERS_16 REGISTERS_4 ", %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_32                                                                              \
+    REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64                                                                              \
+    REGISTERS_32                                                                                  \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49"  \
+    ", %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// A macro's argument list splits at commas, so lists come as one.
+#define LIST(...) __VA_ARGS__
+
+#if ROWS == 8
+MULTIPLY_ADD(8, 4, REGISTERS_4, 4, 5, 6, LIST(FOUR(0)))
+#elif ROWS == 32
+MULTIPLY_ADD(32, 16, REGISTERS_16, 16, 17, 18, LIST(SIXTEEN(0)))
+#elif ROWS == 64
+MULTIPLY_ADD(64, 32, REGISTERS_32, 32, 33, 34, LIST(SIXTEEN(0), SIXTEEN(16)))
+#else
+MULTIPLY_ADD(128, 64, REGISTERS_64, 64, 65, 66,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)))
+#endif
+
+// Two floats side by side, the first in the lower half.
+__device__ __forceinline__ unsigned round_to_bfloat16s(float first, float second) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}

@@ -1,0 +1,190 @@
+// What `mxfp4_many.cu` asks of a Hopper GPU: barriers in shared memory, copies that complete them,
+// and products of matrices by warpgroups, the first operand in registers.
+
+#pragma once
+
+typedef unsigned short bfloat16;
+typedef unsigned long long descriptor;
+
+// A wait for a barrier gives up after so many tries of so many nanoseconds.
+constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
+
+__device__ __forceinline__ unsigned address_of(const void *shared) {
+    return (unsigned)__cvta_generic_to_shared(shared);
+}
+
+__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
+}
+
+// Arrives as soon as all copies are complete that this thread began.
+__device__ __forceinline__ void barrier_arrive_behind_copies(unsigned long long *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address_of(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
+    // A copy that never comes is an error, not a wait without end.
+    asm volatile(
+        "{\n"
+        ".reg .pred passed, goes_on;\n"
+        ".reg .u32 tries;\n"
+        "mov.u32 tries, 0;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
+        "@passed bra done;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 goes_on, tries, %3;\n"
+        "@goes_on bra again;\n"
+        "trap;\n"
+        "done:\n"
+        "}" ::"r"(address_of(barrier)),
+        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
+        : "memory");
+}
+
+// Makes initialised barriers known to all.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// What copies wrote to shared memory is seen by the matrix units.
+__device__ __forceinline__ void publish_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void copy_16_bytes(unsigned target, const void *source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_4_bytes(unsigned target, const void *source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Registers of a thread from here on, for all of a warpgroup.
+template <int COUNT>
+__device__ __forceinline__ void shrink_to_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void grow_to_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int NUM_THREADS>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory");
+}
+
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most so many groups of products are under way.
+template <int COUNT>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
+}
+
+// Keeps operands in their registers up to here.
+__device__ __forceinline__ void keep(const unsigned (&a)[4]) {
+    asm volatile("" ::"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));
+}
+
+// c [64, N] += a [64, 16] b [16, N], by a warpgroup. Of warp w, a
+// thread has, with g = lane / 4 and t = lane % 4, of a rows 16 w + g (first and third register) and
+// 16 w + g + 8, each inputs 2 t + {0, 1} and then 2 t + {8, 9}; of c the same rows, and of every 8
+// columns 2 t + {0, 1}.
+template <int N>
+__device__ __forceinline__ void multiply_add(float (&c)[N / 2], const unsigned (&a)[4],
+                                             descriptor b);
+
+#define MULTIPLY_ADD(N, REGISTERS, A0, A1, A2, A3, B, OPERANDS)                                   \
+    template <>                                                                                   \
+    __device__ __forceinline__ void multiply_add<N>(float (&c)[N / 2], const unsigned (&a)[4],    \
+                                                    descriptor b) {                               \
+        asm volatile(                                                                             \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, {%" #A0    \
+            ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"                               \
+            : OPERANDS                                                                            \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
+    }
+
+#define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+#define NAMES_4 "%0, %1, %2, %3"
+#define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_48                                                                                  \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64                                                                                  \
+    NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_80                                                                                  \
+    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_96                                                                                  \
+    NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_112                                                                                 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+             "%110, %111"
+#define NAMES_128                                                                                 \
+    NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "  \
+              "%125, %126, %127"
+
+// A macro's argument list splits at commas, so lists come as one.
+#define LIST(...) __VA_ARGS__
+
+MULTIPLY_ADD(8, NAMES_4, 4, 5, 6, 7, 8, LIST(FOUR(0)))
+MULTIPLY_ADD(16, NAMES_8, 8, 9, 10, 11, 12, LIST(EIGHT(0)))
+MULTIPLY_ADD(32, NAMES_16, 16, 17, 18, 19, 20, LIST(SIXTEEN(0)))
+MULTIPLY_ADD(48, NAMES_24, 24, 25, 26, 27, 28, LIST(SIXTEEN(0), EIGHT(16)))
+MULTIPLY_ADD(64, NAMES_32, 32, 33, 34, 35, 36, LIST(SIXTEEN(0), SIXTEEN(16)))
+MULTIPLY_ADD(96, NAMES_48, 48, 49, 50, 51, 52, LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32)))
+MULTIPLY_ADD(128, NAMES_64, 64, 65, 66, 67, 68,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)))
+MULTIPLY_ADD(160, NAMES_80, 80, 81, 82, 83, 84,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64)))
+MULTIPLY_ADD(192, NAMES_96, 96, 97, 98, 99, 100,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80)))
+MULTIPLY_ADD(224, NAMES_112, 112, 113, 114, 115, 116,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
+                  SIXTEEN(96)))
+MULTIPLY_ADD(256, NAMES_128, 128, 129, 130, 131, 132,
+             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
+                  SIXTEEN(96), SIXTEEN(112)))
+
+// Of both halves.
+__device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
+}
+
+// Two numbers rounded to bfloat16, the first in the low half.
+__device__ __forceinline__ unsigned round_to_bfloat16(float low, float high) {
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// By a warp, of 8 x 8 values: from columns 2 t + {0, 1} of row g to those of the transposed one.
+__device__ __forceinline__ unsigned transpose(unsigned pair) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+__device__ __forceinline__ float power_of_e(float x) { return __expf(x); }
