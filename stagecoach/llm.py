@@ -59,11 +59,14 @@ class LLM:
         ...     [output] = llm.generate("Hello")
     """
 
-    def __init__(self, model: str, *, show_progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: "str | OpenedModel", *, show_progress: bool = True, **options: Any
+    ) -> None:
         """Start an engine.
 
         Args:
-            model: checkpoint folder, or `demo` or `tiny`.
+            model: checkpoint folder, or `demo` or `tiny`; or what `open_model` made of its options,
+                then without any here.
             show_progress: draw a bar on stderr while weights load.
             options: fields of EngineConfig; `speculative_config` may be a dict of its keys.
 
@@ -72,7 +75,11 @@ class LLM:
         """
         if options.get("speculative_config") is not None:
             options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
-        self.config, self.tokenizer = open_model(EngineConfig(model=model, **options))
+        if isinstance(model, str):
+            model = open_model(EngineConfig(model=model, **options))
+        else:
+            assert not options, f"options of a model that is open: {options}"
+        self.config, self.tokenizer = model
         with _LoadBar(is_shown=show_progress) as bar:
             self._client = EngineClient(self.config, bar.update)
 
@@ -327,6 +334,16 @@ class OpenedModel(NamedTuple):
 
     config: ResolvedConfig
     tokenizer: Tokenizer
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse before weights are loaded what no request may ask for.
+
+        Raises:
+            RequestError: names the field.
+        """
+        params.check(
+            vocab_size=self.config.model.vocab_size, max_model_len=self.config.max_model_len
+        )
 
 
 def open_model(engine: EngineConfig) -> OpenedModel:

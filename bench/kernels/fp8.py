@@ -26,7 +26,11 @@ from bench.kernels.timing import (
 )
 from stagecoach.kernels.linear import fp8_cuda, grouped_linear, linear, reference
 from stagecoach.kernels.linear.fp8_cuda import Fp8Tiles, Fp8VectorTiles
-from stagecoach.kernels.linear.fp8_product_cuda import Fp8ProductTiles, multiply_fp8
+from stagecoach.kernels.linear.fp8_product_cuda import (
+    Fp8ProductTiles,
+    multiply_fp8,
+    multiply_one_row,
+)
 from stagecoach.kernels.quantization import FP8_DTYPE, Fp8Weight, quantize_fp8
 from stagecoach.kernels.quantization.cuda import quantize_rows
 
@@ -102,6 +106,10 @@ def check_products(report: Report) -> None:
                 name = f"{num_rows} x {num_outputs} x {num_inputs}, {tuple(cut)}"
                 out_TO = multiply_fp8(*rows, weight, cut)
                 report.check(name, relative_error(out_TO, expected_TO), 4e-3)
+            for cluster in (1, 2, 4, 8):
+                name = f"1 x {num_outputs} x {num_inputs}, quantised on the way, {cluster}"
+                out_TO = multiply_one_row(x_TI[:1], weight, cluster)
+                report.check(name, relative_error(out_TO, expected_TO[:1]), 4e-3)
 
 
 def product_cuts(num_rows: int) -> list[Fp8ProductTiles]:
@@ -185,7 +193,7 @@ def time(report: Report) -> None:
         calls += [partial(quantize_rows, x_TI)]
     compile_together(calls)
     time_square(report)
-    for num_rows in (1, 8, 64, 256, 2048, 8192):
+    for num_rows in (1, 8, 32, 64, 128, 256, 512, 2048, 8192):
         for sizes in SIZES:
             time_product(report, num_rows, *sizes)
 
@@ -225,6 +233,8 @@ def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: in
     if num_rows == 1:
         tiles = fp8_cuda.choose_fp8_vector_tiles(num_inputs)
         products["vector"] = partial(_one_row, x_TI, tiles)
+        for cluster in (1, 2, 4, 8):
+            products[f"one row, {cluster}"] = partial(_one_row_product, x_TI, cluster)
     elif num_rows <= 64:
         blocks = fp8_cuda.choose_fp8_tiles(num_rows, num_outputs, num_inputs, x_TI.dtype)
         products["blocks"] = partial(_by_blocks, x_TI, blocks)
@@ -253,6 +263,10 @@ def _plain(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def _one_row(x_1I: Tensor, tiles: Fp8VectorTiles, weight: Fp8Weight) -> Tensor:
     return fp8_cuda.one_row(x_1I, weight, tiles)
+
+
+def _one_row_product(x_1I: Tensor, cluster: int, weight: Fp8Weight) -> Tensor:
+    return multiply_one_row(x_1I, weight, cluster)
 
 
 def _by_product(x_TI: Tensor, tiles: Fp8ProductTiles, weight: Fp8Weight) -> Tensor:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.kernels.mla_cases import check_cases
+from bench.kernels.mla_cases import GROUPED_ROWS, LATENT_ROWS, check_cases
 from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
+from stagecoach.kernels.block_attention.cuda import attend_blocks
 from stagecoach.kernels.mla import cuda
 from stagecoach.kernels.mla.split_cuda import SplitTile, split_tile
 from stagecoach.kernels.quantization import FP8_DTYPE
-from stagecoach.kernels.ragged import PackedGroup
+from stagecoach.kernels.ragged import PackedBlocks, PackedGroup, RowLayout
 
 _PAGE_SIZE = 64
 
@@ -261,13 +262,57 @@ _FP8 = tuple(
 
 
 def run_fp8(report: Report) -> None:
-    """Decode over E4M3 rows in both forms, and over bfloat16 rows by the CUDA form."""
+    """Decode over E4M3 rows in both forms, over bfloat16 rows in CUDA; blocks over both."""
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile_decode, [shape for shape, _ in _FP8]))
     for shape, window_rows in _FP8:
         plain = shape._replace(is_fp8=False)
         _time_decode(report, plain, window_rows, has_triton=shape.heads == 12)
         _time_decode(report, shape, window_rows, has_triton=True)
+    for layout, num_heads in ((LATENT_ROWS, 32), (GROUPED_ROWS, 32)):
+        for dtype in (torch.bfloat16, FP8_DTYPE):
+            _time_blocks(report, layout, num_heads, dtype)
+
+
+def _time_blocks(report: Report, layout: RowLayout, num_heads: int, dtype: torch.dtype) -> None:
+    """A drafter's blocks of seven tokens after 8 contexts of 32,768."""
+    num_blocks, context, num_tokens = 8, 32_768, 7
+    num_pages = num_blocks * context // _PAGE_SIZE
+    key_width = layout.key_width + layout.second_width
+    width = layout.num_groups * (key_width + layout.value_width * layout.has_own_values)
+    pages_P = (1 + torch.randperm(num_pages, device="cuda")).int()
+    ones_N = torch.ones(num_blocks, dtype=torch.int32, device="cuda")
+    first_pages_N = torch.arange(num_blocks, dtype=torch.int32, device="cuda") * (
+        context // _PAGE_SIZE
+    )
+    blocks = PackedBlocks(
+        num_blocks=num_blocks,
+        max_context=context,
+        anchor_ids_N=ones_N,
+        starts_N=ones_N * context,
+        is_real_N=ones_N,
+        first_pages_N=first_pages_N,
+        pages_P=pages_P,
+        block_size=_PAGE_SIZE,
+    )
+    cache_RX = torch.randn(
+        (num_pages + 1) * _PAGE_SIZE, width, device="cuda", dtype=torch.bfloat16
+    ).to(dtype)
+    q_NKHD = torch.randn(
+        num_blocks, num_tokens, num_heads, key_width, device="cuda", dtype=torch.bfloat16
+    )
+    own_NKX = torch.randn(num_blocks, num_tokens, width, device="cuda", dtype=torch.bfloat16)
+    rows = num_blocks * num_tokens * num_heads
+    limit = limit_us(
+        num_blocks * context * width * cache_RX.element_size(),
+        2.0 * rows * context * (key_width + layout.value_width),
+    )
+    microseconds = graph_time_us(
+        lambda: attend_blocks(q_NKHD, cache_RX, own_NKX, blocks, layout, 0.05), 8, 3
+    )
+    kind = "E4M3" if dtype == FP8_DTYPE else "bfloat16"
+    name = f"blocks {num_blocks}x{context} H{num_heads} G{layout.num_groups} {kind}"
+    report.time(name, microseconds, limit)
 
 
 def run_time(report: Report) -> None:

@@ -357,9 +357,9 @@ def check_blocks(
     )
 
 
-_LATENT_ROWS = RowLayout(1, 512, 64, 512, has_own_values=False)
+LATENT_ROWS = RowLayout(1, 512, 64, 512, has_own_values=False)
 _SMALL_ROWS = RowLayout(1, 64, 16, 64, has_own_values=False)
-_GROUPED_ROWS = RowLayout(4, 128, 0, 128, has_own_values=True)
+GROUPED_ROWS = RowLayout(4, 128, 0, 128, has_own_values=True)
 
 
 _DEMO = Sizes(8, 64, 16, 32, 32)
@@ -412,7 +412,7 @@ def _fp8_cases() -> list[Callable[[Report], None]]:
         partial(check_prefill, sizes=_DEMO, page_size=16, **types),
         *(
             partial(check_blocks, layout=layout, num_heads=heads, is_causal=False, **types)
-            for layout, heads in ((_LATENT_ROWS, 32), (_SMALL_ROWS, 8), (_GROUPED_ROWS, 32))
+            for layout, heads in ((LATENT_ROWS, 32), (_SMALL_ROWS, 8), (GROUPED_ROWS, 32))
         ),
     ]
 
@@ -443,6 +443,6 @@ def check_cases() -> list[Callable[[Report], None]]:
                 partial(
                     check_blocks, layout=layout, num_heads=heads, dtype=dtype, is_causal=is_causal
                 )
-                for layout, heads in ((_LATENT_ROWS, 32), (_SMALL_ROWS, 8), (_GROUPED_ROWS, 32))
+                for layout, heads in ((LATENT_ROWS, 32), (_SMALL_ROWS, 8), (GROUPED_ROWS, 32))
             ]
     return cases

@@ -26,32 +26,34 @@ from bench.kernels.moe import (
 )
 from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
 from stagecoach.kernels.moe import mxfp4_cuda as packed
+from stagecoach.kernels.moe import mxfp4_many_cuda as many
 from stagecoach.kernels.moe import reference, routed_experts, sorted_pairs
-from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.mxfp4_tiles import (
     FEW_PAIRS,
     FewTiles,
-    Mxfp4ProductTiles,
-    Mxfp4SortedTiles,
+    ManyTiles,
+    all_many_tiles,
     all_mxfp4_sorted_tiles,
     few_tiles,
-    mxfp4_sorted_tiles,
+    many_tiles,
 )
+from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
 
 ODD = Shape("odd", 7, 3, 96, 160, SITU)
 # A weight and its share of a scale.
 _BYTES_PER_WEIGHT = 0.5 + 1 / 32
 
+# Candidates, and the tokens that they are timed with.
 CUTS = [
-    Mxfp4ProductTiles(256, 64, 8, 3),
-    Mxfp4ProductTiles(256, 64, 8, 4),
-    Mxfp4ProductTiles(128, 64, 4, 3),
-    Mxfp4ProductTiles(128, 64, 4, 4),
-    Mxfp4ProductTiles(128, 64, 8, 3),
-    Mxfp4ProductTiles(128, 128, 4, 3),
-    Mxfp4ProductTiles(128, 128, 8, 3),
-    Mxfp4ProductTiles(64, 64, 4, 4),
+    ((8192,), ManyTiles(256, 96, 160, 2)),
+    ((8192,), ManyTiles(192, 64, 128, 2)),
+    ((8192, 4096, 2048), ManyTiles(128, 48, 96, 2)),
+    ((2048, 1024, 256), ManyTiles(64, 16, 32, 2)),
+    ((1024, 256, 64), ManyTiles(32, 8, 16, 2)),
+    ((256, 64, 8), ManyTiles(16, 8, 16, 4)),
+    ((256, 64, 8), ManyTiles(16, 8, 16, 2)),
+    ((64, 8), ManyTiles(8, 8, 8, 4)),
 ]
 _FEW = [FewTiles(is_sorted=is_sorted, most_distinct=64) for is_sorted in (False, True)]
 
@@ -140,30 +142,41 @@ def check_scales(report: Report) -> None:
     ordered_PI = packed.in_operand_order(product_PI)
     out_PL = packed.down(ordered_PI, order, experts, all_mxfp4_sorted_tiles()[0])
     report.check("decoded, Triton", (out_PL != expected_PL).float().sum().item(), 0.0)
+    scale = scales.repeat(86)[: 128 * 4].view(1, 128, 4)
+    down = Mxfp4Weight(torch.randint(256, (1, 128, 64), dtype=torch.uint8, device="cuda"), scale)
+    experts = PackedExperts(draw(1, 256, 128), down, SITU)
+    expected_PL = unpack_mxfp4(down, torch.bfloat16)[0].T
+    ordered_PI = many.in_chunk_order(torch.eye(128, device="cuda").bfloat16())
+    ids_TK = torch.zeros(128, 1, dtype=torch.int32, device="cuda")
+    for tiles in all_many_tiles():
+        order = sorted_pairs.sort_pairs(ids_TK, 1, tiles.pairs)
+        out_PL = many.many_down(ordered_PI, order, experts, tiles)
+        report.check(f"decoded, {tuple(tiles)}", (out_PL != expected_PL).float().sum().item(), 0.0)
 
 
 def check_cuts(report: Report) -> None:
-    """Every cut that is timed or chosen."""
+    """Every cut that is timed or chosen, with tiles that are full and others of all sizes."""
     shape = KIMI_K3_TP8._replace(num_experts=24)
     experts = make_packed(shape)
-    weights_TK, ids_TK = make_choice(shape, 150, 0)
-    x_TL = torch.randn(150, shape.latent, device="cuda").bfloat16()
-    expected_TL = expected_output(x_TL, weights_TK, ids_TK, experts)
-    inputs = (x_TL, weights_TK, ids_TK, experts)
-    cuts = [*all_mxfp4_sorted_tiles(), *candidates()]
-    calls: list[Callable[[], Tensor]] = [partial(packed.by_tiles, *inputs, cut) for cut in cuts]
-    calls += [partial(packed.by_few, *inputs, few) for few in _FEW]
-    names = [str(tuple(cut)) for cut in (*cuts, *_FEW)]
-    failures = compile_together(calls)
-    for name, call, failure in zip(names, calls, failures, strict=True):
-        if failure:
-            print(f"{name}: {failure}", flush=True)
-        report.check(name, math.inf if failure else relative_error(call(), expected_TL), 1e-2)
-
-
-def candidates() -> list[Mxfp4SortedTiles]:
-    """With tiles of 64 and of 128 pairs."""
-    return [Mxfp4SortedTiles(block_m, cut, cut) for block_m in (64, 128) for cut in CUTS]
+    for num_tokens in (20, 150, 400):
+        weights_TK, ids_TK = make_choice(shape, num_tokens, 0)
+        x_TL = torch.randn(num_tokens, shape.latent, device="cuda").bfloat16()
+        expected_TL = expected_output(x_TL, weights_TK, ids_TK, experts)
+        inputs = (x_TL, weights_TK, ids_TK, experts)
+        sorted_cuts = all_mxfp4_sorted_tiles()
+        many_cuts = list(dict.fromkeys([*all_many_tiles(), *(cut for _, cut in CUTS)]))
+        calls: list[Callable[[], Tensor]] = [
+            *(partial(packed.by_tiles, *inputs, cut) for cut in sorted_cuts),
+            *(partial(many.by_many, *inputs, cut) for cut in many_cuts),
+            *(partial(packed.by_few, *inputs, few) for few in _FEW),
+        ]
+        names = [str(tuple(cut)) for cut in (*sorted_cuts, *many_cuts, *_FEW)]
+        failures = compile_together(calls)
+        for name, call, failure in zip(names, calls, failures, strict=True):
+            if failure:
+                print(f"{name}: {failure}", flush=True)
+            error = math.inf if failure else relative_error(call(), expected_TL)
+            report.check(f"{name}, {num_tokens} tokens", error, 1e-2)
 
 
 def check_replay(report: Report) -> None:
@@ -233,44 +246,52 @@ def time_parts(
     num_pairs = inputs[0][2].numel()
     gate_limit, down_limit = limits(shape, inputs)
     few = few_tiles(num_pairs, shape.num_experts)
-    tiles = mxfp4_sorted_tiles(num_pairs, shape.num_experts, is_float32=False)
-    block_m = FEW_PAIRS if few else tiles.block_m
+    tiles = many_tiles(num_pairs, shape.num_experts)
+    if few is None:
+        time_many(report, shape, experts, inputs, tiles)
+        return
     gates, downs = [], []
     for x, _, ids in inputs:
         order = None
-        if few is None or few.is_sorted:
-            order = sorted_pairs.sort_pairs(ids, shape.num_experts, block_m)
+        if few.is_sorted:
+            order = sorted_pairs.sort_pairs(ids, shape.num_experts, FEW_PAIRS)
         product = torch.randn(num_pairs, shape.width, device="cuda").bfloat16()
-        if few is not None:
-            gates.append(partial(packed.few_gate_up, x, ids, order, experts, few))
-            downs.append(partial(packed.few_down, product, ids, order, experts, few))
-        elif order is not None:
-            gates.append(partial(packed.gate_up, x, shape.num_chosen, order, experts, tiles))
-            downs.append(partial(packed.down, product, order, experts, tiles))
-    time_calls(report, f"  gate_up {few or tiles.gate_up}"[:60], gates, gate_limit)
-    time_calls(report, f"  down {few or tiles.down}"[:60], downs, down_limit)
+        gates.append(partial(packed.few_gate_up, x, ids, order, experts, few))
+        downs.append(partial(packed.few_down, product, ids, order, experts, few))
+    time_calls(report, f"  gate_up {few}"[:60], gates, gate_limit)
+    time_calls(report, f"  down {few}"[:60], downs, down_limit)
+
+
+def time_many(
+    report: Report,
+    shape: Shape,
+    experts: PackedExperts,
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+    tiles: ManyTiles,
+) -> None:
+    """Both products by `mxfp4_many.cu`."""
+    num_tokens = len(inputs[0][0])
+    gate_limit, down_limit = limits(shape, inputs)
+    gates, downs = [], []
+    for x, _, ids in inputs:
+        order = sorted_pairs.sort_pairs(ids, shape.num_experts, tiles.pairs)
+        product = torch.randn(ids.numel(), shape.width, device="cuda").bfloat16()
+        gates.append(partial(many.many_gate_up, x, shape.num_chosen, order, experts, tiles))
+        downs.append(partial(many.many_down, product, order, experts, tiles))
+    name = f"{num_tokens} tokens, {tuple(tiles)}"
+    time_calls(report, f"  gate_up {name}", gates, gate_limit)
+    time_calls(report, f"  down {name}", downs, down_limit)
 
 
 def time_cuts(report: Report) -> None:
-    """Candidates for many pairs an expert."""
-    shape = KIMI_K3_TP8._replace(num_experts=224)
+    """Candidates of `mxfp4_many.cu`."""
+    shape = KIMI_K3_TP8._replace(num_experts=896)
     experts = make_packed(shape)
-    for num_tokens, sizes in ((2048, (128, 64)), (512, (64,))):
+    for num_tokens in sorted({number for numbers, _ in CUTS for number in numbers}, reverse=True):
         inputs = tokens_of(shape, num_tokens)
-        gate_limit, down_limit = limits(shape, inputs)
-        for block_m in sizes:
-            orders = [sorted_pairs.sort_pairs(i[2], shape.num_experts, block_m) for i in inputs]
-            product = torch.randn(inputs[0][2].numel(), shape.width, device="cuda").bfloat16()
-            for cut in CUTS:
-                tiles = Mxfp4SortedTiles(block_m, cut, cut)
-                name = f"{num_tokens} tokens, tile {block_m} {tuple(cut)}"
-                calls = [
-                    partial(packed.gate_up, i[0], shape.num_chosen, order, experts, tiles)
-                    for i, order in zip(inputs, orders, strict=True)
-                ]
-                time_calls(report, f"gate_up, {name}", calls, gate_limit)
-                calls = [partial(packed.down, product, order, experts, tiles) for order in orders]
-                time_calls(report, f"down, {name}", calls, down_limit)
+        for numbers, cut in CUTS:
+            if num_tokens in numbers:
+                time_many(report, shape, experts, inputs, cut)
 
 
 if __name__ == "__main__":

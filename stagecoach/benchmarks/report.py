@@ -5,6 +5,7 @@ Owns the labels and the names of result files; the figures come from metrics.py.
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,28 @@ def result_path(directory: Path | None, filename: str | None, parameters: dict[s
     return (directory or Path()) / filename
 
 
-def save(path: Path, result: dict[str, Any]) -> None:
-    """Write a result, and the folders that it needs.
+def make_room(path: Path) -> None:
+    """Make the folders that a file needs, before what it is to hold is measured.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written")
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Write a result, and the folders that it needs.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    make_room(path)
+    try:
         path.write_text(to_json(result) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

@@ -2,7 +2,7 @@
 
 A page holds a fixed number of tokens of every MLA layer of a stage; its number is the same on
 all stages and ranks. Owns no content and knows no request; what a page that is not free is
-used for is `cache_memory.py`'s to know.
+used for is `page_memory.py`'s to know.
 """
 
 from stagecoach.cache.id_pool import IdPool

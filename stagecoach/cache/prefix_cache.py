@@ -14,11 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from stagecoach.cache.cache_memory import CacheMemory, Cause, Claim
+from stagecoach.cache.cache_memory import CacheMemory
 from stagecoach.cache.cache_stats import CacheCounts, PrefixCacheStats
+from stagecoach.cache.memory_account import Cause
 from stagecoach.cache.memory_moves import MemoryMoves
 from stagecoach.cache.prefix_hash import BlockChain
 from stagecoach.cache.prefix_index import Checkpoint, Node, Page
+from stagecoach.cache.published_pages import PublishedPages
+from stagecoach.cache.slot_memory import Claim
 from stagecoach.cache.state_slots import ZERO_SLOT
 
 __all__ = ["Adopted", "Checkpoint", "Claim", "Hit", "PrefixCache"]
@@ -52,14 +55,6 @@ class _Place(NamedTuple):
     tail_page: Page | None
 
 
-class _Duplicate(NamedTuple):
-    """A request's page that holds the same tokens as a node's."""
-
-    node: Node
-    page: Page
-    owner: int
-
-
 class PrefixCache:
     """Pages and slots of an engine, those of running requests and those that are only cached."""
 
@@ -90,7 +85,7 @@ class PrefixCache:
             block_size=block_size,
             debug_poison=debug_poison,
         )
-        self._duplicates: list[_Duplicate] = []
+        self._published = PublishedPages(self._memory.index, self._memory.pages)
         self._counts = CacheCounts()
 
     @property
@@ -100,32 +95,32 @@ class PrefixCache:
     @property
     def num_pages(self) -> int:
         """Pages that can be handed out: all but the null page."""
-        return self._memory.page_ids.num_total
+        return self._memory.pages.ids.num_total
 
     @property
     def num_free_pages(self) -> int:
         """Pages that can be handed out now: vacant, or cached and held by nobody."""
-        return self._memory.num_free_pages
+        return self._memory.pages.num_free
 
     @property
     def num_slots(self) -> int:
         """Slots that can be handed out: all but the zero slot."""
-        return self._memory.slot_ids.num_total
+        return self._memory.slots.ids.num_total
 
     @property
     def num_free_slots(self) -> int:
         """Slots that can be handed out now: vacant, or of checkpoints that can be evicted."""
-        return self._memory.num_free_slots
+        return self._memory.slots.num_free
 
     @property
     def taken_slots(self) -> bytes:
         """One byte a slot, from the first behind the zero slot: 1 where it is not vacant."""
-        return self._memory.slot_ids.taken
+        return self._memory.slots.ids.taken
 
     @property
     def num_gains(self) -> int:
         """Grows with what may make room: while it stands still, who found none finds none."""
-        return self._memory.num_gains
+        return self._memory.account.num_gains
 
     def begin_plan(self, step: int) -> None:
         """Entries made from here to `take_moves` are made by this step."""
@@ -134,7 +129,7 @@ class PrefixCache:
     def take_moves(self) -> MemoryMoves:
         """What the plan moves and clears before it computes; ends the making of the plan."""
         moves = self._memory.finish_plan()
-        self._replace_duplicates()
+        self._published.replace_duplicates()
         return moves
 
     def note_committed(self, step: int) -> None:
@@ -143,38 +138,38 @@ class PrefixCache:
 
     def take_pages(self, count: int) -> list[int]:
         """Pages for a request, evicting as needed; the caller looked at `num_free_pages`."""
-        return [self._memory.take_page() for _ in range(count)]
+        return [self._memory.pages.take() for _ in range(count)]
 
     def release_pages(self, page_ids: Sequence[int]) -> None:
         """Give up one hold of each page of a table; its tail is evicted first."""
         for page_id in reversed(page_ids):
-            self._memory.unhold(self._memory.page(page_id))
+            self._memory.pages.unhold(self._memory.pages.get(page_id))
 
     def num_exclusive_pages(self, page_ids: Iterable[int]) -> int:
         """How many of them become free if they are released, each as often as it is listed."""
         return sum(
-            self._memory.page(page_id).num_holders == count
+            self._memory.pages.get(page_id).num_holders == count
             for page_id, count in Counter(page_ids).items()
         )
 
     def can_take_slot(self) -> bool:
-        return self._memory.num_free_slots > 0
+        return self._memory.slots.num_free > 0
 
     def take_slot(self) -> int:
         """A slot for a request; the caller asked `can_take_slot`."""
-        slot = self._memory.take_slot(Claim.ANY)
+        slot = self._memory.slots.take(Claim.ANY)
         assert slot is not None, "no slot is free: the caller did not look"
         return slot
 
     def release_slot(self, slot: int) -> None:
         """Free a request's slot; `donate` keeps what is in it."""
-        self._memory.free_slot(slot)
+        self._memory.slots.free(slot)
 
     def find(self, chain: BlockChain, limit: int) -> Hit:
         """The deepest checkpoint at or before `limit` tokens whose pages are all there."""
         if not self._is_enabled or limit <= 0:
             return Hit(0, 0, 0, None)
-        checkpoint, num_blocks = self._memory.index.match(chain, limit, self._memory.step)
+        checkpoint, num_blocks = self._memory.index.match(chain, limit, self._memory.account.step)
         num_found = num_blocks * self._block_size
         if checkpoint is None:
             return Hit(0, num_found, 0, None)
@@ -207,24 +202,24 @@ class PrefixCache:
             return Adopted([], ZERO_SLOT, 0)
         assert checkpoint.is_indexed, f"dropped since it was found: position {hit.position}"
         memory, tail_page = self._memory, checkpoint.tail_page
-        memory.pin_for_plan(checkpoint)
+        memory.slots.pin_for_plan(checkpoint)
         checkpoint.is_protected = True
         checkpoint.num_hits += 1
-        pages = _pages_before(checkpoint)
+        pages = checkpoint.full_pages()
         # All of it is held before any page is taken, since taking evicts.
         for page in pages:
-            memory.hold(page)
+            memory.pages.hold(page)
             page.is_protected = True
         if tail_page is not None:
-            memory.pin_page(tail_page)
+            memory.pages.pin(tail_page)
             tail_page.is_protected = True
-        page_ids = [memory.bring_page(page) for page in pages]
+        page_ids = [memory.pages.bring(page) for page in pages]
         if tail_page is not None:
-            page_ids.append(memory.copy_page(tail_page, len(checkpoint.tail)))
+            page_ids.append(memory.pages.copy(tail_page, len(checkpoint.tail)))
         if slot is None:
-            read_slot = memory.take_over(checkpoint)
+            read_slot = memory.slots.take_over(checkpoint)
         elif checkpoint.slot is None:
-            memory.load_checkpoint(checkpoint, slot)
+            memory.slots.load(checkpoint, slot)
             read_slot = slot
         else:
             read_slot = checkpoint.slot
@@ -240,28 +235,8 @@ class PrefixCache:
             page_ids: the request's page table.
             owner: the admission that computed them, for `withdraw`.
         """
-        num_blocks = end // self._block_size
-        index = self._memory.index
-        if not self._is_enabled or not num_blocks:
-            return
-        start = chain.num_published
-        # A node that is there has all its parents.
-        if start > num_blocks or index.get(chain.hash_after(start)) is None:
-            start = 0
-        node = index.get(chain.hash_after(start))
-        for number in range(start, num_blocks):
-            page = self._memory.page(page_ids[number])
-            found = index.get(chain.hash_after(number + 1))
-            if found is not None:
-                if found.page is not page:
-                    self._duplicates.append(_Duplicate(found, page, owner))
-                node = found
-            elif page.is_bad:
-                return
-            else:
-                parent = node or index.root(chain.hash_after(0))
-                node = index.add_block(chain.hash_after(number + 1), parent, page, owner)
-            chain.num_published = number + 1
+        if self._is_enabled:
+            self._published.publish(chain, page_ids, end // self._block_size, owner)
 
     def save(
         self,
@@ -289,15 +264,17 @@ class PrefixCache:
             return None
         place = self._place(chain, page_ids, position)
         slot = None
-        if place is not None and self._memory.num_free_slots > num_reserved_slots:
-            slot = self._memory.take_slot(claim)
+        if place is not None and self._memory.slots.num_free > num_reserved_slots:
+            slot = self._memory.slots.take(claim)
         if place is None or slot is None:
             self._counts.num_unfiled += 1
             return None
-        checkpoint = Checkpoint(position, slot, replay=0, step=self._memory.step, owner=owner)
+        checkpoint = Checkpoint(
+            position, slot, replay=0, step=self._memory.account.step, owner=owner
+        )
         self._file(chain, place, checkpoint)
         # It is written by this plan: nobody else may have the slot in it.
-        self._memory.pin_for_plan(checkpoint)
+        self._memory.slots.pin_for_plan(checkpoint)
         return slot
 
     def donate(
@@ -320,12 +297,12 @@ class PrefixCache:
         place = None
         if self._is_enabled and position and not self._is_filed(chain, position, owner):
             place = self._place(chain, page_ids, position)
-        if place is None or self._memory.is_bad_slot(slot):
-            self._memory.free_slot(slot)
+        if place is None or self._memory.slots.is_bad(slot):
+            self._memory.slots.free(slot)
             return
-        step = self._memory.step - 1
+        step = self._memory.account.step - 1
         if is_ready:
-            step = min(step, self._memory.committed_step)
+            step = min(step, self._memory.account.committed_step)
         checkpoint = Checkpoint(position, slot, replay=replay, step=step, owner=owner)
         self._file(chain, place, checkpoint)
 
@@ -346,12 +323,12 @@ class PrefixCache:
         checkpoint.is_end = True
         if source is None or source is checkpoint or not (source.is_end and source.num_hits == 1):
             return
-        self._memory.touch(checkpoint)
-        for page in [*_pages_before(checkpoint), checkpoint.tail_page]:
+        self._memory.slots.touch(checkpoint)
+        for page in [*checkpoint.full_pages(), checkpoint.tail_page]:
             if page is not None and page.num_holders:
                 page.is_protected = True
         if source.is_indexed:
-            self._memory.demote(source)
+            self._memory.slots.demote(source)
 
     def withdraw(self, owner: int) -> None:
         """What an admission computed is not finite: drop all it published or filed.
@@ -391,14 +368,14 @@ class PrefixCache:
 
     def pin(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint's slot as it is, over any number of plans, until `unpin`."""
-        self._memory.pin(checkpoint)
+        self._memory.slots.pin(checkpoint)
 
     def bring_back(self, checkpoint: Checkpoint) -> bool:
         """Have a pinned checkpoint on the device; False if it is not and no slot may be had."""
-        return checkpoint.slot is not None or self._memory.bring_checkpoint(checkpoint)
+        return checkpoint.slot is not None or self._memory.slots.bring(checkpoint)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
-        self._memory.unpin(checkpoint)
+        self._memory.slots.unpin(checkpoint)
 
     def stats(self) -> PrefixCacheStats:
         """Counts so far. Bytes and verifications are others' to add."""
@@ -406,13 +383,13 @@ class PrefixCache:
         num_checkpoints = sum(c.slot is not None for c in memory.index.checkpoints())
         return PrefixCacheStats(
             **asdict(self._counts),
-            evictions={cause.value: count for cause, count in memory.evictions.items()},
+            evictions={cause.value: count for cause, count in memory.account.evictions.items()},
             num_checkpoints=num_checkpoints,
-            num_cached_pages=memory.num_cached_pages,
+            num_cached_pages=memory.pages.num_cached,
             num_host_checkpoints=memory.host.slots.num_used,
             num_host_pages=memory.host.pages.num_used,
-            num_stored=memory.num_stored,
-            num_loaded=memory.num_loaded,
+            num_stored=memory.account.num_stored,
+            num_loaded=memory.account.num_loaded,
         )
 
     def check_integrity(
@@ -436,7 +413,7 @@ class PrefixCache:
         if checkpoint is None:
             return False
         if checkpoint.owner != owner:
-            self._memory.touch(checkpoint)
+            self._memory.slots.touch(checkpoint)
         return True
 
     def _place(self, chain: BlockChain, page_ids: Sequence[int], position: int) -> _Place | None:
@@ -447,7 +424,7 @@ class PrefixCache:
             return None
         if not num_rows:
             return _Place(node, (), None)
-        tail_page = self._memory.page(page_ids[num_blocks])
+        tail_page = self._memory.pages.get(page_ids[num_blocks])
         return None if tail_page.is_bad else _Place(node, chain.tail(position), tail_page)
 
     def _file(self, chain: BlockChain, place: _Place, checkpoint: Checkpoint) -> None:
@@ -459,34 +436,9 @@ class PrefixCache:
         self._memory.file(checkpoint, node, place.tail, place.tail_page)
         self._counts.num_filed += 1
 
-    def _replace_duplicates(self) -> None:
-        """Let requests' pages stand for equal ones that nobody holds, which are freed.
-
-        So what a running request needs is held as a whole: nothing of it is evicted above what
-        it publishes behind.
-        """
-        duplicates, self._duplicates = self._duplicates, []
-        index, memory = self._memory.index, self._memory
-        for node, page, owner in duplicates:
-            is_there = index.get(node.name) is node and node.page is not None
-            if is_there and page.num_holders and not (page.is_cached or page.is_bad):
-                assert node.page is not None
-                if not node.page.num_holders:
-                    memory.settle_page(index.replace_page(node, page, owner))
-
-
-def _pages_before(checkpoint: Checkpoint) -> list[Page]:
-    """The full pages of its tokens, in their order."""
-    pages = []
-    node = checkpoint.node
-    while node is not None and node.page is not None:
-        pages.append(node.page)
-        node = node.parent
-    return pages[::-1]
-
 
 def _num_taken_pages(checkpoint: Checkpoint) -> int:
-    pages = _pages_before(checkpoint)
+    pages = checkpoint.full_pages()
     num_taken = sum(page.host_id is not None or not page.num_holders for page in pages)
     tail_page = checkpoint.tail_page
     if tail_page is None:

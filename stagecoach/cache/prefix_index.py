@@ -61,6 +61,15 @@ class Checkpoint:
     def is_indexed(self) -> bool:
         return self.node is not None
 
+    def full_pages(self) -> list[Page]:
+        """The full pages of its tokens, in their order; none once it is dropped."""
+        pages = []
+        node = self.node
+        while node is not None and node.page is not None:
+            pages.append(node.page)
+            node = node.parent
+        return pages[::-1]
+
 
 @dataclass(slots=True, eq=False)
 class Node:

@@ -16,9 +16,10 @@ import typer
 from stagecoach.benchmarks import data_sets, report
 from stagecoach.benchmarks.offline import measure_latency, summarize_throughput
 from stagecoach.benchmarks.vocabulary import TokenizerVocabulary, alphabet
+from stagecoach.config.engine import EngineConfig
 from stagecoach.engine.step_trace import decode_use, prefill_use
 from stagecoach.errors import ConfigError
-from stagecoach.llm import LLM
+from stagecoach.llm import LLM, OpenedModel, Prompt, open_model
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams
 
@@ -50,19 +51,25 @@ def latency(
 
     The batch is the same each time, so the prefix cache is off unless switched on.
     """
-    for option, value in (("--batch-size", batch_size), ("--input-len", input_len)):
+    for option, value in (
+        ("--batch-size", batch_size),
+        ("--input-len", input_len),
+        ("--output-len", output_len),
+        ("--num-iters", num_iters),
+    ):
         if value < 1:
             raise ConfigError(f"{option}={value}: must be at least 1")
-    with LLM(model, **engine_options) as llm:
-        conversations = data_sets.random_requests(
-            _alphabet(llm),
-            _rng(llm),
-            num_requests=batch_size,
-            input_len=input_len,
-            output_len=output_len,
-        )
-        prompts, _ = _split(conversations)
-        params = SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=output_len)
+    _make_room(output_json, trace)
+    opened = open_model(EngineConfig(model=model, **engine_options))
+    conversations = data_sets.random_requests(
+        _alphabet(opened),
+        _rng(opened),
+        num_requests=batch_size,
+        input_len=input_len,
+        output_len=output_len,
+    )
+    prompts, params = _as_requests(conversations, n, opened)
+    with LLM(opened) as llm:
 
         def run_batch() -> None:
             _check(llm.generate(prompts, params, use_tqdm=False))
@@ -124,41 +131,39 @@ def throughput(
         raise ConfigError(f"--num-prompts={num_prompts}: must be at least 1")
     if (dataset_path is None) is (dataset_name == "sharegpt"):
         raise ConfigError(f"--dataset-name={dataset_name}: --dataset-path goes with sharegpt only")
-    with LLM(model, **engine_options) as llm:
-        rng = _rng(llm)
-        if dataset_path is not None:
-            conversations = data_sets.share_gpt_requests(
-                dataset_path,
-                TokenizerVocabulary(llm.tokenizer),
-                rng,
-                num_requests=num_prompts,
-                output_len=output_len,
-            )
-        elif dataset_name == "prefix-repetition":
-            conversations = data_sets.prefix_repetition_requests(
-                _alphabet(llm),
-                rng,
-                num_requests=num_prompts,
-                num_prefixes=prefix_repetition_num_prefixes,
-                prefix_len=prefix_repetition_prefix_len,
-                suffix_len=input_len,
-                output_len=128 if output_len is None else output_len,
-            )
-        else:
-            conversations = data_sets.random_requests(
-                _alphabet(llm),
-                rng,
-                num_requests=num_prompts,
-                input_len=input_len,
-                output_len=128 if output_len is None else output_len,
-                range_ratio=random_range_ratio,
-                prefix_len=random_prefix_len,
-            )
-        prompts, lengths = _split(conversations)
-        params = [
-            SamplingParams(n=n, temperature=1.0, ignore_eos=True, max_tokens=length)
-            for length in lengths
-        ]
+    _make_room(output_json, trace)
+    opened = open_model(EngineConfig(model=model, **engine_options))
+    rng = _rng(opened)
+    if dataset_path is not None:
+        conversations = data_sets.share_gpt_requests(
+            dataset_path,
+            TokenizerVocabulary(opened.tokenizer),
+            rng,
+            num_requests=num_prompts,
+            output_len=output_len,
+        )
+    elif dataset_name == "prefix-repetition":
+        conversations = data_sets.prefix_repetition_requests(
+            _alphabet(opened),
+            rng,
+            num_requests=num_prompts,
+            num_prefixes=prefix_repetition_num_prefixes,
+            prefix_len=prefix_repetition_prefix_len,
+            suffix_len=input_len,
+            output_len=128 if output_len is None else output_len,
+        )
+    else:
+        conversations = data_sets.random_requests(
+            _alphabet(opened),
+            rng,
+            num_requests=num_prompts,
+            input_len=input_len,
+            output_len=128 if output_len is None else output_len,
+            range_ratio=random_range_ratio,
+            prefix_len=random_prefix_len,
+        )
+    prompts, params = _as_requests(conversations, n, opened)
+    with LLM(opened) as llm:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         elapsed_seconds = time.perf_counter() - start
@@ -183,11 +188,21 @@ def throughput(
         report.save(output_json, result)
 
 
+def _make_room(*paths: Path | None) -> None:
+    """Find out now, and not behind the run, that a file cannot be written."""
+    for path in paths:
+        if path is not None:
+            report.make_room(path)
+
+
 def _write_trace(llm: LLM, path: Path | None) -> str:
     """Write the trace, if one is asked for, and say how busy its stages were."""
     if path is None:
         return ""
-    plans = llm.write_trace(path).plans
+    try:
+        plans = llm.write_trace(path).plans
+    except OSError as error:
+        raise ConfigError(f"--trace={path}: cannot be written ({error.strerror})") from None
     lines = []
     for name, use in (("prefill", prefill_use(plans)), ("decode", decode_use(plans))):
         if use is not None:
@@ -199,23 +214,31 @@ def _write_trace(llm: LLM, path: Path | None) -> str:
     return "".join(lines)
 
 
-def _alphabet(llm: LLM) -> Sequence[int]:
-    return alphabet(TokenizerVocabulary(llm.tokenizer), llm.config.engine.seed)
+def _alphabet(opened: OpenedModel) -> Sequence[int]:
+    return alphabet(TokenizerVocabulary(opened.tokenizer), opened.config.engine.seed)
 
 
-def _rng(llm: LLM) -> np.random.Generator:
-    return np.random.default_rng(llm.config.engine.seed)
+def _rng(opened: OpenedModel) -> np.random.Generator:
+    return np.random.default_rng(opened.config.engine.seed)
 
 
-def _split(
-    conversations: list[data_sets.Conversation],
-) -> tuple[list[str | list[int]], list[int]]:
-    """Prompts, and the lengths of their answers."""
+def _as_requests(
+    conversations: list[data_sets.Conversation], num_completions: int, opened: OpenedModel
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Prompts, and how each is answered."""
     requests = [request for [request] in conversations]
-    return (
-        [request.prompt for request in requests],
-        [request.num_output_tokens for request in requests],
-    )
+    params = [
+        SamplingParams(
+            n=num_completions,
+            temperature=1.0,
+            ignore_eos=True,
+            max_tokens=request.num_output_tokens,
+        )
+        for request in requests
+    ]
+    for item in params:
+        opened.check_params(item)
+    return [request.prompt for request in requests], params
 
 
 def _check(outputs: list[RequestOutput]) -> None:

@@ -8,10 +8,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stagecoach.config.engine import EngineConfig
 from stagecoach.demo.evaluation import EvaluationReport, SpeculationReport, evaluate_model
 from stagecoach.demo.tasks import FAMILIES
 from stagecoach.errors import ConfigError
-from stagecoach.llm import LLM
+from stagecoach.llm import LLM, open_model
+from stagecoach.request import SamplingParams
 
 
 def evaluate(
@@ -58,7 +60,9 @@ def evaluate(
         raise ConfigError(f"--limit={limit}: must be at least 1")
     if num_fewshot < 0:
         raise ConfigError(f"--num-fewshot={num_fewshot}: must not be negative")
-    with LLM(model, **engine_options) as llm:
+    opened = open_model(EngineConfig(model=model, **engine_options))
+    opened.check_params(SamplingParams(temperature=temperature, max_tokens=max_tokens))
+    with LLM(opened) as llm:
         report = evaluate_model(
             llm,
             families=families,

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from stagecoach.config.engine import EngineConfig
 from stagecoach.errors import RequestError
-from stagecoach.llm import LLM, Prompt
+from stagecoach.llm import LLM, Prompt, open_model
 from stagecoach.outputs import RequestOutput
 from stagecoach.request import SamplingParams, StructuredOutputsParams
 from stagecoach.schedule.speculation_stats import tokens_per_round
@@ -137,8 +138,10 @@ def generate(
         structured_outputs=_parse_structured_outputs(structured_outputs),
         skip_special_tokens=not chat,
     )
-    with LLM(model, **engine_options) as llm:
-        params = _with_max_tokens(wanted, llm.config.max_model_len)
+    opened = open_model(EngineConfig(model=model, **engine_options))
+    params = _with_max_tokens(wanted, opened.config.max_model_len)
+    opened.check_params(params)
+    with LLM(opened) as llm:
         if chat:
             prompts = [
                 llm.render_chat([{"role": "user", "content": text}])

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from stagecoach.checkpoint_folder import checkpoint_folder, draft_folder
@@ -62,10 +63,7 @@ def plan(
     if as_json:
         sys.stdout.write(msgspec.json.encode(made).decode() + "\n")
     else:
-        console = Console()
-        # Lines that a terminal breaks lose nothing; columns that are cut do.
-        console.width = max(console.width, _LEAST_WIDTH)
-        _print(made, console)
+        _print(made)
     if not made.fits:
         raise SystemExit(1)
 
@@ -98,22 +96,26 @@ def _published_or(find: Callable[[str], Path], model: str, names: tuple[str, ...
     return model
 
 
-def _print(made: Plan, console: Console) -> None:
-    console.print(_memory_table(made))
+def _print(made: Plan) -> None:
+    parts: list[Table | str] = [_memory_table(made)]
     if made.gpu:
-        console.print(_rest_table(made))
-    console.print(_unit_table(made))
-    for problem in made.problems:
-        console.print(problem, highlight=False)
-    for remedy in made.remedies:
-        console.print(f"It would fit with {remedy}", highlight=False)
-    if not made.fits:
-        return
-    console.print(_context_table(made))
-    if made.decode:
-        console.print(_time_table(made))
-    if made.partitions:
-        console.print(_partition_table(made))
+        parts.append(_rest_table(made))
+    parts.append(_unit_table(made))
+    parts += made.problems
+    parts += [f"It would fit with {remedy}" for remedy in made.remedies]
+    if made.fits:
+        parts.append(_context_table(made))
+        if made.decode:
+            parts.append(_time_table(made))
+        if made.partitions:
+            parts.append(_partition_table(made))
+    console = Console()
+    # Lines that a terminal breaks lose nothing; numbers that a table breaks are misread.
+    tables = (part for part in parts if isinstance(part, Table))
+    needed = (Measurement.get(console, console.options, table).minimum for table in tables)
+    console.width = max(console.width, _LEAST_WIDTH, *needed)
+    for part in parts:
+        console.print(part, highlight=False)
 
 
 def _memory_table(made: Plan) -> Table:

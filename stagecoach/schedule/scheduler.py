@@ -12,17 +12,17 @@ the oldest plan's result. Knows no tensor, no clock and no process.
 from collections import deque
 
 from stagecoach.cache.cache_stats import PrefixCacheStats
-from stagecoach.cache.prefix_cache import Hit, PrefixCache
+from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.errors import StalledError
 from stagecoach.request import FinishReason, Request
 from stagecoach.schedule.admission import check_request
 from stagecoach.schedule.chaining import Chaining
-from stagecoach.schedule.chunking import chunk_length, cohort_size
 from stagecoach.schedule.commit import Progress, apply_row, progress_of
 from stagecoach.schedule.draft_policy import DraftPolicy
-from stagecoach.schedule.drafting import Drafting, WindowRoom
+from stagecoach.schedule.drafting import Drafting
 from stagecoach.schedule.integrity import check_in_flight, check_queues, check_result
 from stagecoach.schedule.plan_draft import PlanDraft, PlanInFlight
+from stagecoach.schedule.plan_filling import PlanFilling
 from stagecoach.schedule.prefill_shares import PrefillShares
 from stagecoach.schedule.progress_watch import ProgressWatch, blocked_requests, stall_report
 from stagecoach.schedule.queues import Queues
@@ -73,7 +73,6 @@ class Scheduler:
             is_chaining: a plan is made ahead (`chaining.py`); one stage only, and no policy.
         """
         assert not is_chaining or (num_stages == 1 and policy is None), "chained to several"
-        self._num_stages = num_stages
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = block_size
@@ -99,6 +98,18 @@ class Scheduler:
         self._queues = Queues()
         self._seniority = Seniority(self._queues, self._memory, cache, block_size=block_size)
         self._chaining = Chaining(num_stages, self._queues, self._memory, self._seniority)
+        self._filling = PlanFilling(
+            requests=self._requests,
+            queues=self._queues,
+            memory=self._memory,
+            cache=cache,
+            seniority=self._seniority,
+            drafting=self._drafting,
+            shadows=self.shadows,
+            num_stages=num_stages,
+            block_size=block_size,
+            preempt=self._preempt,
+        )
         self._in_flight: deque[PlanInFlight] = deque()
         self._num_added = 0
         self._num_preemptions = 0
@@ -250,9 +261,7 @@ class Scheduler:
             ),
             has_digests=self._debug_poison,
         )
-        self._plan_windows(draft, chained)
-        self._plan_chunks(draft)
-        self._admit(draft, now)
+        self._filling.fill(draft, self._next_step, chained, num_seats=self._max_num_seqs, now=now)
         if draft.is_empty:
             # Seniority makes this impossible; a silent stall would be the worst of faults.
             if self._requests and not self._in_flight:
@@ -340,129 +349,6 @@ class Scheduler:
             f"{len(self._in_flight)} plans in flight, {self.num_free_pages} of "
             f"{self.num_pages} pages free, {self.num_free_slots} of {self.num_slots} slots free)"
         )
-
-    def _plan_windows(self, draft: PlanDraft, chained: list[Request]) -> None:
-        cohort = self._pick_cohort(draft.budget, chained)
-        lengths = self._drafting.choose_lengths(
-            cohort,
-            budget=draft.budget - len(cohort),
-            # One free page stays for the next anchor of each of the others, who would else
-            # preempt.
-            num_spare_pages=max(0, self.num_free_pages - len(self._queues.running) + 1),
-            num_chunk_tokens=lambda: self._queues.num_open_tokens(self._find_start()),
-            room=lambda request: WindowRoom(
-                self._memory.num_open_positions(request) - 1,
-                self._seniority.promised_pages(request),
-            ),
-        )
-        for request, num_drafts in zip(cohort, lengths, strict=True):
-            end = request.num_computed + 1
-            if num_drafts:
-                self._memory.cover(request, end + num_drafts)
-            saves = self._memory.file(request, end, is_window=True)
-            proposes = self._drafting.proposes(request)
-            draft.add_window(request, num_drafts, saves=saves, proposes=proposes)
-
-    def _pick_cohort(self, budget: int, chained: list[Request]) -> list[Request]:
-        """Requests whose anchors go into the plan, each with a page for it: ready ones first."""
-        num_decoding = len(self._queues.running) - len(self._queues.prefilling)
-        room = min(cohort_size(num_decoding, self._num_stages), budget)
-        cohort: list[Request] = []
-        for request in list(self._queues.ready.values()):
-            if len(cohort) == room:
-                break
-            # An earlier one of this loop may have preempted it.
-            if request.request_id not in self._queues.ready:
-                continue
-            if self._memory.num_open_positions(request) <= 0 and not self._make_room(request, 1):
-                continue
-            self._memory.cover(request, request.num_computed + 1)
-            del self._queues.ready[request.request_id]
-            cohort.append(request)
-        for request in chained[: room - len(cohort)]:
-            self._memory.cover(request, request.num_computed + 1)
-            cohort.append(request)
-        return cohort
-
-    def _plan_chunks(self, draft: PlanDraft) -> None:
-        for request in self._queues.chunk_order():
-            # An earlier one may have taken the memory of a shadow.
-            if draft.has_chunk_room and request.request_id in self._queues.prefilling:
-                self._plan_chunk(request, draft)
-
-    def _plan_chunk(self, request: Request, draft: PlanDraft) -> None:
-        """Plan as much of the next chunk as the budget and the pages allow."""
-        start = request.num_computed
-        remaining = request.num_tokens - start
-        num_open = self._memory.num_open_positions(request)
-        if num_open <= 0 and not self._make_room(request, 1):
-            return
-        length = chunk_length(
-            num_remaining=remaining,
-            budget=draft.budget,
-            num_free_positions=num_open + self.num_free_pages * self._block_size,
-        )
-        length = self.shadows.cut(request, draft.share.cut(start, length))
-        comparison = self.shadows.compare(request, self._next_step)
-        if comparison is not None:
-            draft.comparisons.append(comparison)
-        self._memory.cover(request, start + length)
-        saves = self._memory.file(request, start + length, is_window=length == 1)
-        is_final = length == remaining
-        proposes = is_final and self._drafting.proposes(request)
-        draft.add_chunk(
-            request,
-            length,
-            saves=saves,
-            proposes=proposes,
-            reports_logits=is_final and self.shadows.wants_logits(request),
-        )
-        if is_final:
-            del self._queues.prefilling[request.request_id]
-
-    def _admit(self, draft: PlanDraft, now: float | None) -> None:
-        self._start_shadows(draft)
-        while draft.has_chunk_room and (hit := self._find_start()) is not None:
-            request = self._queues.waiting[0]
-            self._queues.start(request)
-            self._memory.admit(request, hit)
-            if not request.num_preemptions:
-                request.first_planned = now
-            if hit.checkpoint is not None and not request.num_preemptions:
-                self.shadows.note_hit(request, hit.checkpoint)
-            self._plan_chunk(request, draft)
-
-    def _start_shadows(self, draft: PlanDraft) -> None:
-        """Give shadows their seats; one for which memory is short is given up."""
-        waiting = self.shadows.waiting
-        while waiting and draft.has_chunk_room and len(self._queues.running) < self._max_num_seqs:
-            shadow = waiting[0]
-            if not self._seniority.may_shadow_start(shadow):
-                self.shadows.note_release(shadow)
-                continue
-            waiting.popleft()
-            self._requests[shadow.request_id] = shadow
-            self._queues.start_shadow(shadow)
-            self._memory.start_shadow(shadow)
-            self._plan_chunk(shadow, draft)
-
-    def _find_start(self) -> Hit | None:
-        """Behind what the head of the queue may start now; None if it has to wait."""
-        if not self._queues.waiting or len(self._queues.running) >= self._max_num_seqs:
-            return None
-        return self._seniority.find_start()
-
-    def _make_room(self, request: Request, num_pages: int) -> bool:
-        """See to it that `num_pages` are free for this request; preempt younger ones if need be.
-
-        False if it must wait for results; then nobody was preempted.
-        """
-        victims = self._seniority.find_victims(request, num_pages)
-        if victims is None:
-            return False
-        for victim in victims:
-            self._preempt(victim)
-        return True
 
     def _preempt(self, request: Request, *, is_spoilt: bool = False) -> None:
         """Back to the front of the queue, with its committed tokens and nothing else."""

@@ -60,6 +60,10 @@ __device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int pa
         : "memory");
 }
 
+__device__ __forceinline__ void fetch_map(const TensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // One box of `num_rows` rows of 128 bytes, from (column, row) on; the map knows how many.
 __device__ __forceinline__ void copy_box(void *target, const TensorMap *map, int column, int row,
                                          int /*num_rows*/, unsigned long long *barrier) {
@@ -68,6 +72,11 @@ __device__ __forceinline__ void copy_box(void *target, const TensorMap *map, int
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(address_of(target)),
         "l"(map), "r"(column), "r"(row), "r"(address_of(barrier))
         : "memory");
+}
+
+// Shared memory written by ordinary stores is seen by the matrix units.
+__device__ __forceinline__ void publish_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Makes initialised barriers known to the copy engine.
@@ -169,9 +178,49 @@ MULTIPLY_ADD(128, 64, REGISTERS_64, 64, 65, 66,
              LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)))
 #endif
 
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 // Two floats side by side, the first in the lower half.
 __device__ __forceinline__ unsigned round_to_bfloat16s(float first, float second) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
+}
+
+// --- Values of a row.
+
+// The largest of four bfloat16 without their signs, as bits.
+__device__ __forceinline__ unsigned largest_bits(unsigned first, unsigned second) {
+    unsigned pair = __vmaxu2(first & 0x7fff7fffu, second & 0x7fff7fffu);
+    return max(pair >> 16, pair & 0xffffu);
+}
+
+__device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
+    return __reduce_max_sync(~0u, x);
+}
+
+// Four bfloat16, divided by a factor, as E4M3. `inverse` is 1 / factor, to nearest: so the third
+// line gives the quotient to nearest.
+__device__ __forceinline__ unsigned narrow(unsigned first, unsigned second, float factor,
+                                           float inverse) {
+    float x[4] = {__int_as_float(first << 16), __int_as_float(first & 0xffff0000u),
+                  __int_as_float(second << 16), __int_as_float(second & 0xffff0000u)};
+    unsigned codes;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float quotient = __fmul_rn(x[i], inverse);
+        float rest = __fmaf_rn(-quotient, factor, x[i]);
+        x[i] = __fmaf_rn(rest, inverse, quotient);
+    }
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(codes)
+        : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    return codes;
 }

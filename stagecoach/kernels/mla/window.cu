@@ -6,14 +6,17 @@
 // use. Positions are the matrix units' 64 rows, query rows their columns, so that few queries
 // need no padding:
 //
-//     S^T [64, ROWS] = K Q^T      each of two warpgroups takes half of the query rows
+//     S^T [64, ROWS] = K Q^T      each of two warpgroups takes half of the columns, or with 64
+//                                 query rows half of these, and then has its half of the rows
 //     O^T [512, ROWS] = V^T P^T   each takes half of the value columns; V is K's first part
 //
 // How contexts are cut into pieces, and the scratch, are those of `split_kernel.py`. A segment
 // of one piece gets its final output here.
 //
 // With IS_FP8 rows are E4M3: two other warpgroups read tiles into registers and write them as
-// bfloat16 where the copy engine would. What multiplies is the same.
+// float16, exact and one conversion for two values, where the copy engine would. What multiplies is
+// the same but for the type; each query row is multiplied by a power of two that its largest value
+// fits float16.
 //
 // ROWS is 32, 48 or 64; SHARED_BYTES what the host reserves.
 
@@ -33,6 +36,8 @@ constexpr int PRODUCER_REGISTERS = IS_FP8 ? 56 : 40, CONSUMER_REGISTERS = IS_FP8
 constexpr int HALF = ROWS / 2;   // query rows of a warpgroup's scores
 constexpr int VALUE_TILES = LATENT / 64 / 2;  // of a warpgroup's outputs
 constexpr int MAX_SEGMENTS = TILE * ROWS / 2;
+constexpr bool SPLITS_COLUMNS = ROWS < 64;  // of the scores
+constexpr unsigned EXPONENT = IS_FP8 ? 0x7c00 : 0x7f80;  // of a value in a tile
 
 // What the host fills in; its twin is `WindowArguments` in `window_cuda.py`.
 struct Arguments {
@@ -55,11 +60,17 @@ struct Shared {
     unsigned char q[NUM_BLOCKS][ROWS * 128];  // swizzled as the tiles are
     // [query row / 8][position / 8][8][8]; before the first tile, the segments' numbers of tiles.
     union {
-        bfloat16 shares[ROWS / 8][TILE / 8][8][8];
+        bfloat16 shares[ROWS / 8][TILE / 8][8][8];  // with IS_FP8 float16
         int segment_tiles[MAX_SEGMENTS];
     };
+    // Scores of half of the columns, for the other warpgroup.
+    float parts[SPLITS_COLUMNS ? 2 : 1][SPLITS_COLUMNS ? ROWS / 4 : 1][128];
     float warp_top[4][ROWS];  // also the warps' sums
     float decay[ROWS];        // at last 1 / sum
+    union {
+        unsigned q_top[ROWS];  // bits of the largest query value
+        float scale[ROWS];     // of the scores, where it is not the same for all
+    };
     unsigned long long full[NUM_STAGES], empty[NUM_STAGES];
     int segment, number, num_pieces, num_tiles;
 };
@@ -92,8 +103,8 @@ __device__ __forceinline__ float sum_of_rows(float x) {
 }
 
 __device__ __forceinline__ unsigned finite_pair(unsigned x) {
-    if ((x & 0x7f80u) == 0x7f80u) x &= 0xffff0000u;
-    if ((x & 0x7f800000u) == 0x7f800000u) x &= 0xffffu;
+    if ((x & EXPONENT) == EXPONENT) x &= 0xffff0000u;
+    if ((x & EXPONENT << 16) == EXPONENT << 16) x &= 0xffffu;
     return x;
 }
 
@@ -219,25 +230,91 @@ __device__ void bring_fp8_tiles(Shared &shared, const Arguments &given, int firs
     }
 }
 
+// The exponent, as its bits, of a power of two that brings a bfloat16 of such bits below 2^15. It and
+// that of its inverse are finite.
+__device__ __forceinline__ int power_bits(unsigned top) {
+    return min(254 + 14 - (int)(top >> 7), 253);
+}
+
+// Sixteen bytes of queries, zeros behind the last row.
+__device__ __forceinline__ uint4 query_chunk(const Arguments &given, int first_token, int row,
+                                             int num_rows, int chunk) {
+    if (row >= num_rows) return make_uint4(0, 0, 0, 0);
+    long long token = first_token + row / given.num_heads;
+    int head = row % given.num_heads;
+    const bfloat16 *source =
+        chunk < LATENT / 8
+            ? given.q + token * given.q_token_stride + head * given.q_head_stride + chunk * 8
+            : given.q_pe + token * given.q_pe_token_stride + head * given.q_pe_head_stride +
+                  (chunk * 8 - LATENT);
+    return *(const uint4 *)source;
+}
+
 __device__ __forceinline__ void load_queries(Shared &shared, const Arguments &given,
                                              int first_token, int first_row, int num_rows) {
     constexpr int CHUNKS = NUM_BLOCKS * 8;  // of 16 bytes
+    if (IS_FP8) {
+        for (int row = threadIdx.x; row < ROWS; row += NUM_CONSUMERS) shared.q_top[row] = 0;
+        meet<NUM_CONSUMERS>();
+        for (int index = threadIdx.x; index < ROWS * CHUNKS; index += NUM_CONSUMERS) {
+            int row = index / CHUNKS;
+            uint4 x = query_chunk(given, first_token, first_row + row, num_rows, index % CHUNKS);
+            raise_to(&shared.q_top[row], largest_bits(x));
+        }
+        meet<NUM_CONSUMERS>();
+    }
     for (int index = threadIdx.x; index < ROWS * CHUNKS; index += NUM_CONSUMERS) {
         int row = index / CHUNKS, chunk = index % CHUNKS;
-        uint4 values = make_uint4(0, 0, 0, 0);
-        if (first_row + row < num_rows) {
-            long long token = first_token + (first_row + row) / given.num_heads;
-            int head = (first_row + row) % given.num_heads;
-            const bfloat16 *source =
-                chunk < LATENT / 8
-                    ? given.q + token * given.q_token_stride + head * given.q_head_stride +
-                          chunk * 8
-                    : given.q_pe + token * given.q_pe_token_stride +
-                          head * given.q_pe_head_stride + (chunk * 8 - LATENT);
-            values = *(const uint4 *)source;
+        uint4 values = query_chunk(given, first_token, first_row + row, num_rows, chunk);
+        if (IS_FP8) {
+            float power = __int_as_float(power_bits(shared.q_top[row]) << 23);
+            values = make_uint4(scaled_pair(values.x, power), scaled_pair(values.y, power),
+                                scaled_pair(values.z, power), scaled_pair(values.w, power));
         }
         int place = row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
         *(uint4 *)(shared.q[chunk / 8] + place) = values;
+    }
+    if (IS_FP8) {
+        meet<NUM_CONSUMERS>();
+        for (int row = threadIdx.x; row < ROWS; row += NUM_CONSUMERS)
+            shared.scale[row] =
+                given.scale * __int_as_float(254 - power_bits(shared.q_top[row]) << 23);
+    }
+}
+
+// S^T of a tile, of its half of the query rows.
+__device__ __forceinline__ void multiply_queries(Shared &shared, float (&s)[HALF / 2],
+                                                 int warpgroup, unsigned tile_at) {
+    unsigned q_at = address_of(shared.q);
+    if constexpr (SPLITS_COLUMNS) {
+        // Of every 64 columns half.
+        unsigned from = warpgroup * 64;
+        float part[ROWS / 2];
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < NUM_BLOCKS * 2; step++)
+            multiply_add<0>(part,
+                            swizzled(tile_at + from + step / 2 * BLOCK_BYTES + step % 2 * 32),
+                            swizzled(q_at + from + step / 2 * ROWS * 128 + step % 2 * 32),
+                            step > 0);
+        products_end();
+        int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < HALF / 2; i++) {
+            shared.parts[warpgroup][i][thread] = warpgroup ? part[i] : part[HALF / 2 + i];
+            s[i] = warpgroup ? part[HALF / 2 + i] : part[i];
+        }
+        meet<NUM_CONSUMERS>();
+#pragma unroll
+        for (int i = 0; i < HALF / 2; i++) s[i] += shared.parts[1 - warpgroup][i][thread];
+    } else {
+        q_at += warpgroup * HALF * 128;
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < NUM_BLOCKS * 4; step++)
+            multiply_add<0>(s, swizzled(tile_at + step / 4 * BLOCK_BYTES + step % 4 * 32),
+                            swizzled(q_at + step / 4 * ROWS * 128 + step % 4 * 32), step > 0);
+        products_end();
     }
 }
 
@@ -273,7 +350,6 @@ __device__ void attend(Shared &shared, const Arguments &given, int piece, int ro
     }
     meet<NUM_CONSUMERS>();
 
-    unsigned q_at = address_of(shared.q) + warpgroup * HALF * 128;
     unsigned shares_at = address_of(shared.shares);
     for (int tile = first; tile < end; tile++) {
         int stage = (tile - first) % NUM_STAGES;
@@ -282,17 +358,13 @@ __device__ void attend(Shared &shared, const Arguments &given, int piece, int ro
         bool is_masked = tile >= num_full_tiles;
 
         float s[HALF / 2];
+        multiply_queries(shared, s, warpgroup, tile_at);
 #pragma unroll
-        for (int i = 0; i < HALF / 2; i++) s[i] = 0.0f;
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < NUM_BLOCKS * 4; step++)
-            multiply_add<0>(s, swizzled(tile_at + step / 4 * BLOCK_BYTES + step % 4 * 32),
-                            swizzled(q_at + step / 4 * ROWS * 128 + step % 4 * 32), step > 0);
-        products_end();
-
-#pragma unroll
-        for (int i = 0; i < HALF / 2; i++) s[i] *= given.scale;
+        for (int i = 0; i < HALF / 2; i += 2) {
+            const float *scale = &shared.scale[warpgroup * HALF + i / 4 * 8 + pair];
+            s[i] *= IS_FP8 ? scale[0] : given.scale;
+            s[i + 1] *= IS_FP8 ? scale[1] : given.scale;
+        }
         if (is_masked) {
             int context = start + length;
 #pragma unroll
@@ -335,8 +407,8 @@ __device__ void attend(Shared &shared, const Arguments &given, int piece, int ro
             int at = i / 2 * 4 + i % 2;
             float share = power_of_2(s[at] - base), far_share = power_of_2(s[at + 2] - base);
             sum[i] = sum[i] * decay + share + far_share;
-            shared.shares[row / 8][warp * 2][row % 8][place] = round_to_bfloat16(share);
-            shared.shares[row / 8][warp * 2 + 1][row % 8][place] = round_to_bfloat16(far_share);
+            shared.shares[row / 8][warp * 2][row % 8][place] = round_share(share);
+            shared.shares[row / 8][warp * 2 + 1][row % 8][place] = round_share(far_share);
         }
         publish_shared();
         meet<NUM_CONSUMERS>();

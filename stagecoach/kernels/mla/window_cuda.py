@@ -33,7 +33,7 @@ _TILE_BYTES = _TILE * (_LATENT + _PE) * 2
 _NUM_STAGES = 2
 _NUM_THREADS, _NUM_FP8_THREADS = 384, 512
 _QUERY_TILES = (32, 48, 64)
-# What `Shared` in the source has beside tiles, queries, shares and three numbers a query row.
+# What `Shared` in the source has beside tiles, queries, shares, parts and numbers of query rows.
 _BARRIER_BYTES = 64
 
 
@@ -175,13 +175,15 @@ def window_definitions(tile_rows: int, *, is_fp8: bool) -> dict[str, int]:
     """What `window.cu` is compiled with, for `tile_rows` query rows of a thread block."""
     query_bytes = tile_rows * (_LATENT + _PE) * 2
     share_bytes = tile_rows * _TILE * 2
-    row_bytes = tile_rows * (4 + 1) * 4  # a number of each warp's, and one of all
+    part_bytes = tile_rows * _TILE * 4 if tile_rows < 64 else 512
+    row_bytes = tile_rows * (4 + 2) * 4  # a number of each warp's, and two of all
     return {
         "ROWS": tile_rows,
         "IS_FP8": int(is_fp8),
         "SHARED_BYTES": _NUM_STAGES * _TILE_BYTES
         + query_bytes
         + share_bytes
+        + part_bytes
         + row_bytes
         + _BARRIER_BYTES,
     }

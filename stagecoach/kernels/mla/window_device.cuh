@@ -100,6 +100,12 @@ __device__ __forceinline__ void products_end() {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+#if IS_FP8
+#define TYPES "f16.f16"
+#else
+#define TYPES "bf16.bf16"
+#endif
+
 // c [64, N] += a [64, 16] b [16, N]. Unless `accumulates`, c = a b. With A_IS_COLUMNS `a` lies
 // with its 64 rows side by side.
 #define MULTIPLY_ADD(N, COUNT, REGISTERS, A, B, FLAG, TRANSPOSES, OPERANDS)                       \
@@ -108,7 +114,7 @@ __device__ __forceinline__ void products_end() {
                                                  int accumulates) {                               \
         asm volatile(                                                                             \
             "{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #FLAG ", 0;\n"                             \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, %" #A      \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" REGISTERS "}, %" #A      \
             ", %" #B ", adds, 1, 1, %" #TRANSPOSES ", 0;\n}"                                      \
             : OPERANDS                                                                            \
             : "l"(a), "l"(b), "r"(accumulates), "n"(A_IS_COLUMNS));                               \
@@ -157,26 +163,41 @@ __device__ __forceinline__ uint4 load_once(const unsigned char *address) {
     return x;
 }
 
-// Four values of E4M3 as bfloat16, exact.
+// Four values of E4M3 as float16, exact.
 __device__ __forceinline__ uint2 widen(unsigned four) {
     uint2 pairs;
     asm("{\n"
-        ".reg .b16 low, high, a, b;\n"
-        ".reg .b32 two;\n"
-        ".reg .f32 x, y;\n"
+        ".reg .b16 low, high;\n"
         "mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 two, low;\n"
-        "mov.b32 {a, b}, two;\n"
-        "cvt.f32.f16 x, a;\n"
-        "cvt.f32.f16 y, b;\n"
-        "cvt.rn.bf16x2.f32 %0, y, x;\n"
-        "cvt.rn.f16x2.e4m3x2 two, high;\n"
-        "mov.b32 {a, b}, two;\n"
-        "cvt.f32.f16 x, a;\n"
-        "cvt.f32.f16 y, b;\n"
-        "cvt.rn.bf16x2.f32 %1, y, x;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
         "}"
         : "=r"(pairs.x), "=r"(pairs.y)
         : "r"(four));
     return pairs;
 }
+
+// A share as the matrix units take it.
+__device__ __forceinline__ unsigned short round_share(float x) {
+    if (!IS_FP8) return round_to_bfloat16(x);
+    unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+// Two bfloat16 times a power of two as float16.
+__device__ __forceinline__ unsigned scaled_pair(unsigned pair, float power) {
+    float low = __int_as_float(pair << 16) * power;
+    float high = __int_as_float(pair & 0xffff0000u) * power;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The largest of eight bfloat16 without their signs, as bits.
+__device__ __forceinline__ unsigned largest_bits(uint4 x) {
+    unsigned pair = __vmaxu2(__vmaxu2(x.x & 0x7fff7fffu, x.y & 0x7fff7fffu),
+                             __vmaxu2(x.z & 0x7fff7fffu, x.w & 0x7fff7fffu));
+    return max(pair >> 16, pair & 0xffffu);
+}
+
+__device__ __forceinline__ void raise_to(unsigned *shared, unsigned x) { atomicMax(shared, x); }

@@ -17,6 +17,7 @@
 // Defined by the host: IS_GATED, K_WARPS (1, 2 or 4).
 
 #include "mxfp4_device.cuh"
+#include "mxfp4_values.cuh"
 
 constexpr int PAIRS = 8;
 constexpr int NUM_WARPS = 4, NUM_THREADS = 32 * NUM_WARPS;
@@ -27,9 +28,6 @@ constexpr int TILES = 2;          // of 16 rows that a warp multiplies
 constexpr int STAGES = 4;         // chunks on their way
 constexpr int ROWS = IS_GATED ? 16 : 32;  // of outputs that a warp makes at a time
 constexpr int BLOCK_ROWS = ROWS * ROW_WARPS;
-// Weights are decoded to 2^-32 of what they mean, as in `mxfp4_kernel.py`.
-constexpr unsigned EXPONENT_SHIFT = 126 - 32, LARGEST_SCALE = 255 - EXPONENT_SHIFT;
-constexpr float SUM_FACTOR = 4294967296.0f;
 
 // What the host fills in; its twin is `FewArguments` in `mxfp4_cuda.py`.
 struct Arguments {
@@ -41,8 +39,7 @@ struct Arguments {
     const int *expert_ids;
     long long x_stride;
     int num_inputs, num_outputs, num_chosen, blocks_of_rows;
-    int is_situ, is_bound;
-    float beta, linear_beta;
+    Activation activation;
 };
 
 struct Tile {
@@ -54,29 +51,6 @@ struct Weights {
     uint4 codes[TILES][2];
     unsigned scale[TILES][2];
 };
-
-// The four operands of a word.
-__device__ __forceinline__ void decode(unsigned word, unsigned factor, unsigned (&operands)[4]) {
-    constexpr unsigned SIGNS = 0x80008000u, MAGNITUDES = 0x01c001c0u;
-    // Shifts to the left run beside what masks; those to the right would not.
-    unsigned rest = word >> 8;
-    operands[0] = multiply(word << 12 & SIGNS | word << 6 & MAGNITUDES, factor);
-    operands[1] = multiply(word << 8 & SIGNS | word << 2 & MAGNITUDES, factor);
-    operands[2] = multiply(word << 4 & SIGNS | rest << 6 & MAGNITUDES, factor);
-    operands[3] = multiply(word & SIGNS | rest << 2 & MAGNITUDES, factor);
-}
-
-// A scale as two bfloat16 that `decode` multiplies by; infinite for what is too large and for NaN.
-__device__ __forceinline__ unsigned power_of_two(unsigned scale) {
-    return min(scale, LARGEST_SCALE) * 0x00800080u + EXPONENT_SHIFT * 0x00800080u;
-}
-
-__device__ __forceinline__ float gated(const Arguments &given, float gate, float up) {
-    float sigmoid = 1.0f / (1.0f + power_of_e(-gate));
-    if (!given.is_situ) return gate * sigmoid * up;
-    if (given.is_bound) up = given.linear_beta * tanhf(up / given.linear_beta);
-    return given.beta * tanhf(gate / given.beta) * sigmoid * up;
-}
 
 // Inputs of the tile's pairs, in the operands' order; zeros past the last group.
 __device__ void stage_inputs(unsigned char *inputs, const Arguments &given, const Tile &tile,
@@ -222,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 4)
                 if (IS_GATED) up += sums[owner + other][16 + local][pair];
             }
             sum *= SUM_FACTOR;
-            if (IS_GATED) sum = gated(given, sum, up * SUM_FACTOR);
+            if (IS_GATED) sum = gated(given.activation, sum, up * SUM_FACTOR);
             long long target = tile.first + pair;
             if (!IS_GATED && given.pairs) target = given.pairs[target];
             if (output < num_outputs)

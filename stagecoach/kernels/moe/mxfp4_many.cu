@@ -18,6 +18,7 @@
 // (FEW_PAIRS, MORE_PAIRS), STAGES, WARPGROUPS (of those that multiply), SHARED_BYTES.
 
 #include "mxfp4_many_device.cuh"
+#include "mxfp4_values.cuh"
 
 constexpr int CHUNK = 128;  // inputs
 constexpr int NUM_CONSUMERS = 128 * WARPGROUPS, NUM_PRODUCERS = 128;
@@ -26,9 +27,6 @@ constexpr int ROWS = 64 * WARPGROUPS;  // of weights
 constexpr int OUTPUTS = IS_GATED ? ROWS / 2 : ROWS;
 // Of a thread; registers go from warpgroup to warpgroup.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 104;
-// Weights are decoded to 2^-32 of what they mean, as in `mxfp4_kernel.py`.
-constexpr unsigned EXPONENT_SHIFT = 126 - 32, LARGEST_SCALE = 255 - EXPONENT_SHIFT;
-constexpr float SUM_FACTOR = 4294967296.0f;
 
 // What the host fills in; its twin is `ManyArguments` in `mxfp4_many_cuda.py`.
 struct Arguments {
@@ -38,8 +36,7 @@ struct Arguments {
     const int *pairs, *offsets, *tile_experts, *tile_rows, *num_tiles;
     long long x_stride;
     int num_inputs, num_outputs, num_chosen, blocks_of_rows;
-    int is_situ, is_bound;
-    float beta, linear_beta;
+    Activation activation;
 };
 
 struct Shared {
@@ -72,29 +69,6 @@ struct Place {
 __device__ __forceinline__ descriptor swizzled(unsigned address) {
     return (descriptor)((address & 0x3ffff) >> 4) | (descriptor)1 << 16 |
            (descriptor)(1024 >> 4) << 32 | (descriptor)1 << 62;
-}
-
-// The four operands of a word of 8 codes, as in `mxfp4.cu`: (n0, n4) (n1, n5) (n2, n6) (n3, n7).
-__device__ __forceinline__ void decode(unsigned word, unsigned factor, unsigned (&operands)[4]) {
-    // A copy of a code puts its sign in place, the other one its magnitude.
-    constexpr unsigned CODES = 0x000f000fu, IN_PLACE = 0x81c081c0u;
-    unsigned rest = word >> 8;
-    operands[0] = multiply((word & CODES) * 0x1040u & IN_PLACE, factor);
-    operands[1] = multiply((word & CODES << 4) * 0x104u & IN_PLACE, factor);
-    operands[2] = multiply((rest & CODES) * 0x1040u & IN_PLACE, factor);
-    operands[3] = multiply((rest & CODES << 4) * 0x104u & IN_PLACE, factor);
-}
-
-// A scale as two bfloat16 that `decode` multiplies by; infinite for what is too large and for NaN.
-__device__ __forceinline__ unsigned power_of_two(unsigned scale) {
-    return min(scale, LARGEST_SCALE) * 0x00800080u + EXPONENT_SHIFT * 0x00800080u;
-}
-
-__device__ __forceinline__ float gated(const Arguments &given, float gate, float up) {
-    float sigmoid = 1.0f / (1.0f + power_of_e(-gate));
-    if (!given.is_situ) return gate * sigmoid * up;
-    if (given.is_bound) up = given.linear_beta * tanhf(up / given.linear_beta);
-    return given.beta * tanhf(gate / given.beta) * sigmoid * up;
 }
 
 __device__ __forceinline__ bool find_work(const Arguments &given, int number, Work &work) {
@@ -175,6 +149,7 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
             }
         }
     }
+    copies_wait();
 }
 
 // Writes what a warpgroup made of a block: a warp 8 or 16 outputs side by side for each pair.
@@ -191,7 +166,8 @@ __device__ __forceinline__ void write(const Arguments &given, const Work &work, 
         int pair = group * 8 + lane / 4;
         long long row = work.first + pair;
         if (IS_GATED) {
-            float low = gated(given, sums[0], sums[2]), high = gated(given, sums[1], sums[3]);
+            float low = gated(given.activation, sums[0], sums[2]);
+            float high = gated(given.activation, sums[1], sums[3]);
             unsigned outputs = transpose(round_to_bfloat16(low, high));
             bfloat16 *target = given.out + row * given.num_outputs + column + lane % 4 * 2;
             if (pair < work.count) *(unsigned *)target = outputs;
@@ -208,8 +184,8 @@ __device__ __forceinline__ void write(const Arguments &given, const Work &work, 
 }
 
 template <int N>
-__device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &given, const Work &work,
-                              Place &place) {
+__device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &given,
+                                              const Work &work, Place &place) {
     int lane = threadIdx.x % 32, quarter = lane % 4;
     int row = threadIdx.x / 32 * 16 + lane / 4;
     int num_chunks = given.num_inputs / CHUNK;

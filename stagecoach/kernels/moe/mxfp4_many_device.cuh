@@ -67,6 +67,9 @@ __device__ __forceinline__ void copy_4_bytes(unsigned target, const void *source
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
+// Until all copies are complete that this thread began.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Registers of a thread from here on, for all of a warpgroup.
 template <int COUNT>
 __device__ __forceinline__ void shrink_to_registers() {
@@ -188,3 +191,6 @@ __device__ __forceinline__ unsigned transpose(unsigned pair) {
 }
 
 __device__ __forceinline__ float power_of_e(float x) { return __expf(x); }
+
+// Off by a few units in the last place.
+__device__ __forceinline__ float divide(float x, float y) { return __fdividef(x, y); }

@@ -29,6 +29,16 @@ def largest_of(left, right):
 
 
 @triton.jit
+def quotient_of(x, factor, inverse):
+    """`x / factor` to nearest, `inverse` being 1 / factor to nearest.
+
+    In a quarter of the time of a division, which takes a longer way for zeros besides.
+    """
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, factor, x), inverse, quotient)
+
+
+@triton.jit
 def quantize_rows_kernel(
     x_ptr,
     out_ptr,
@@ -52,7 +62,7 @@ def quantize_rows_kernel(
     if IS_WHOLE:
         x_I = tl.load(x_ptrs_I, mask=columns_I < num_columns, other=0.0).to(tl.float32)
         factor = factor_of(tl.reduce(tl.abs(x_I), 0, largest_of))
-        values_I = tl.div_rn(x_I, factor).to(tl.float8e4nv)
+        values_I = quotient_of(x_I, factor, tl.div_rn(1.0, factor)).to(tl.float8e4nv)
         tl.store(out_ptrs_I, values_I.to(out_ptr.dtype.element_ty), mask=columns_I < num_columns)
     else:
         largest_I = tl.zeros((BLOCK_I,), dtype=tl.float32)
@@ -61,9 +71,10 @@ def quantize_rows_kernel(
             x_I = tl.load(x_ptrs_I + start, mask=is_column_I, other=0.0).to(tl.float32)
             largest_I = largest_of(tl.abs(x_I), largest_I)
         factor = factor_of(tl.reduce(largest_I, 0, largest_of))
+        inverse = tl.div_rn(1.0, factor)
         for start in tl.range(0, num_columns, BLOCK_I):
             is_column_I = start + columns_I < num_columns
             x_I = tl.load(x_ptrs_I + start, mask=is_column_I, other=0.0).to(tl.float32)
-            values_I = tl.div_rn(x_I, factor).to(tl.float8e4nv)
+            values_I = quotient_of(x_I, factor, inverse).to(tl.float8e4nv)
             tl.store(out_ptrs_I + start, values_I.to(out_ptr.dtype.element_ty), mask=is_column_I)
     tl.store(factors_ptr + row, factor)

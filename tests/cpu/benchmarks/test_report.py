@@ -89,6 +89,11 @@ def test_a_result_is_saved_with_the_folders_that_it_needs(tmp_path: Path) -> Non
     assert json.loads(path.read_text()) == {"a": 1.5}
     with pytest.raises(ConfigError, match="cannot be written"):
         report.save(path / "c.json", {})
+    report.make_room(tmp_path / "c" / "y.json")
+    assert list((tmp_path / "c").iterdir()) == []
+    for impossible in (path / "c.json", path.parent):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            report.make_room(impossible)
     with pytest.raises(ValueError, match="not JSON compliant"):
         report.to_json({"a": float("nan")})
     assert (report.rate_or_inf(float("inf")), report.rate_or_inf(2.0)) == ("inf", 2.0)

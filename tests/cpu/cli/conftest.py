@@ -40,3 +40,13 @@ def stagecoach(
 
     yield run
     logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.fixture
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts one fails the test."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("stagecoach.llm.EngineClient", start)

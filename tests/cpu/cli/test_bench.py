@@ -266,11 +266,28 @@ def test_throughput_of_the_small_model(
         (("throughput", "--num-prompts", 0), "--num-prompts=0: must be at least 1"),
         (("throughput", "--dataset-name", "sharegpt"), "--dataset-path goes with sharegpt only"),
         (("throughput", "--dataset-path", "x"), "--dataset-path goes with sharegpt only"),
+        (("latency", "--output-len", 0), "--output-len=0: must be at least 1"),
+        (("latency", "--num-iters", 0), "--num-iters=0: must be at least 1"),
+        (("latency", "--trace", "/"), "/: cannot be written"),
+        (("throughput", "--output-json", "/"), "/: cannot be written"),
     ],
 )
+@pytest.mark.usefixtures("_no_engine")
 def test_offline_options_that_cannot_be_are_refused(
     stagecoach: Stagecoach, folder: Path, arguments: tuple[object, ...], text: str
 ) -> None:
     run = stagecoach("bench", *arguments, *FAST, "--model", folder)
     assert (run.status, run.stdout) == (1, "")
     assert run.stderr.startswith("stagecoach: ConfigError: ") and text in run.stderr
+
+
+@pytest.mark.usefixtures("_no_engine")
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_answers_longer_than_the_model_are_refused_before_it_is_loaded(
+    stagecoach: Stagecoach, folder: Path, command: str
+) -> None:
+    run = stagecoach(
+        "bench", command, *FAST, "--model", folder, "--input-len", 2, "--output-len", 100_000
+    )
+    assert (run.status, run.stdout) == (1, "")
+    assert run.stderr.startswith("stagecoach: RequestError: max_tokens: must be an integer")

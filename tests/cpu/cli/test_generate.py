@@ -132,6 +132,25 @@ def test_an_error_of_a_completion_is_told_and_is_the_status(
     ] * len(others)
 
 
+@pytest.mark.usefixtures("_no_engine")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("generate", "--prompt", "x", "--top-p", 7), "top_p: must be a number in (0, 1]"),
+        (("generate", "--prompt", "x", "--max-tokens", -3), "max_tokens: must be an integer"),
+        (("eval", "--temperature", -1), "temperature: must be a number in [0, 100]"),
+    ],
+)
+def test_what_no_request_may_ask_for_is_refused_before_weights_are_loaded(
+    stagecoach: Stagecoach, folder: Path, options: tuple[object, ...], told: str
+) -> None:
+    command, *others = options
+    model = (folder,) if command == "eval" else ("--model", folder)
+    run = stagecoach(command, *model, *FAST, *others)
+    assert (run.status, run.stdout) == (1, "")
+    assert run.stderr.startswith(f"stagecoach: RequestError: {told}")
+
+
 def test_an_empty_salt_is_refused(stagecoach: Stagecoach, folder: Path) -> None:
     run = stagecoach("generate", "--model", folder, *FAST, "--prompt", "x", "--cache-salt", "")
     assert run.status == 1

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from stagecoach.cache.cache_memory import CacheMemory
 from stagecoach.cache.memory_moves import MemoryMoves
+from stagecoach.cache.page_memory import PageMemory
 from stagecoach.cache.prefix_cache import PrefixCache
 from stagecoach.cache.prefix_hash import BlockChain
+from stagecoach.cache.slot_memory import SlotMemory
 from stagecoach.engine import token_masks
 from stagecoach.fuzz import drafts
 from stagecoach.fuzz.drafts import Knowledge
@@ -133,20 +134,20 @@ def draft_rows_written_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pinned_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheMemory, "pin_page", lambda self, page: None)
-    monkeypatch.setattr(CacheMemory, "pin", lambda self, checkpoint: None)
-    monkeypatch.setattr(CacheMemory, "unpin", lambda self, checkpoint: None)
+    monkeypatch.setattr(PageMemory, "pin", lambda self, page: None)
+    monkeypatch.setattr(SlotMemory, "pin", lambda self, checkpoint: None)
+    monkeypatch.setattr(SlotMemory, "unpin", lambda self, checkpoint: None)
 
 
 def one_reader_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that two requests share is free when the first of them ends."""
-    hold = CacheMemory.hold
+    hold = PageMemory.hold
 
-    def hold_once(self: CacheMemory, page: Any) -> None:
+    def hold_once(self: PageMemory, page: Any) -> None:
         if not page.num_holders:
             hold(self, page)
 
-    monkeypatch.setattr(CacheMemory, "hold", hold_once)
+    monkeypatch.setattr(PageMemory, "hold", hold_once)
 
 
 def hit_one_too_deep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,13 @@ class OnHost(NamedTuple):
 
     rows: int
     groups: int
+    quantizes: bool
     library: ctypes.CDLL
 
 
-@pytest.fixture(scope="module", params=[(8, 1), (32, 2)])
+@pytest.fixture(scope="module", params=[(8, 1, False), (32, 2, False), (8, 1, True)])
 def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnHost:
-    rows, groups = request.param
+    rows, groups, quantizes = request.param
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -53,10 +54,11 @@ def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     source, library = folder / "product.cpp", folder / "product.so"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    values = product_definitions(Fp8ProductTiles(rows, groups, 1)) | {"NUM_STAGES": 2}
+    values = product_definitions(Fp8ProductTiles(rows, groups, 1), quantizes=quantizes)
+    values |= {"NUM_STAGES": 2}
     definitions = [f"-D{name}={value}" for name, value in values.items()]
     subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
-    return OnHost(rows, groups, ctypes.CDLL(str(library)))
+    return OnHost(rows, groups, quantizes, ctypes.CDLL(str(library)))
 
 
 def _multiply(
@@ -64,9 +66,11 @@ def _multiply(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of random rows, of which the second is NaN, and the reference."""
     torch.manual_seed(0)
-    tile_rows, groups, library = on_host
+    tile_rows, groups, quantizes, library = on_host
+    if quantizes:
+        num_rows = 1
     x_TI = torch.randn(num_rows, num_inputs).bfloat16()
-    x_TI[1:2] = float("nan")
+    x_TI[1:2, num_inputs // 2] = float("nan")
     weight = quantize_fp8(torch.randn(num_outputs, num_inputs))
     values_TI, factors_T = quantize_fp8(x_TI)
     out_TO = torch.full((num_rows + 1, num_outputs), 7.0).bfloat16()
@@ -76,8 +80,9 @@ def _multiply(
 
     arguments = Fp8Arguments(
         weights=described(weight.weight),
-        rows=described(values_TI),
-        row_factors=factors_T.data_ptr(),
+        rows=() if quantizes else described(values_TI),
+        row_factors=None if quantizes else factors_T.data_ptr(),
+        x=x_TI.data_ptr() if quantizes else None,
         weight_factors=weight.scale.data_ptr(),
         out=out_TO.data_ptr(),
         num_rows=num_rows,
@@ -115,11 +120,13 @@ def test_the_order_of_a_sum_is_the_same_for_all_rows_of_a_tile() -> None:
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
-@pytest.mark.parametrize(("rows", "groups"), [(8, 1), (32, 1), (64, 1), (64, 2), (128, 2)])
-def test_compiles_for_hopper(rows: int, groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "groups", "quantizes"), [(8, 1, True), (8, 1, False), (64, 1, False), (128, 2, False)]
+)
+def test_compiles_for_hopper(rows: int, groups: int, tmp_path: Path, *, quantizes: bool) -> None:
     """Products of E4M3 by warpgroups, several before one waits; no register in local memory."""
     cubin = tmp_path / "product.cubin"
-    definitions = product_definitions(Fp8ProductTiles(rows, groups, 1))
+    definitions = product_definitions(Fp8ProductTiles(rows, groups, 1), quantizes=quantizes)
     assert definitions["SHARED_BYTES"] <= 227 * 1024
     cubin.write_bytes(nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions))
     import triton
@@ -136,7 +143,7 @@ def test_compiles_for_hopper(rows: int, groups: int, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
 def test_too_little_shared_memory_is_an_error() -> None:
-    definitions = product_definitions(Fp8ProductTiles(8, 1, 1))
+    definitions = product_definitions(Fp8ProductTiles(8, 1, 1), quantizes=False)
     definitions["SHARED_BYTES"] -= 64
     with pytest.raises(nvrtc.CudaCompileError, match="the host reserves less"):
         nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions)

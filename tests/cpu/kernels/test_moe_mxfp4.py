@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.moe import cuda, mxfp4_cuda, reference
-from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.mxfp4_tiles import (
     Mxfp4ProductTiles,
     Mxfp4SortedTiles,
     few_tiles,
 )
+from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
 
 SILU = Activation("silu")

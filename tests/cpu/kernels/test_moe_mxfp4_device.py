@@ -42,6 +42,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int]
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("mxfp4")
     shutil.copy(_HOST_DEVICE, folder)
+    shutil.copy(_SOURCE.with_name("mxfp4_values.cuh"), folder)
     source = folder / "mxfp4.cpp"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     made = {}

@@ -6,10 +6,10 @@ from stagecoach.schedule.seniority import Seniority
 
 def check_nothing_is_kept(scheduler: Scheduler) -> None:
     """Of requests that are gone: what is kept of each would grow for ever."""
-    shadows, memory = scheduler.shadows, scheduler._cache._memory
+    shadows, slots = scheduler.shadows, scheduler._cache._memory.slots
     assert not scheduler._memory._prefixes
     assert not shadows._open and not shadows._compared and not shadows.waiting
-    assert not memory._pinned and not memory._bad_slots and not memory._uncommitted
+    assert not slots._pinned and not slots._bad_slots and not slots._uncommitted
 
 
 def check_head(scheduler: Scheduler, block_size: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from stagecoach.errors import RequestError, StalledError
 from stagecoach.request import SamplingParams
-from stagecoach.schedule.scheduler import Scheduler
+from stagecoach.schedule.plan_filling import PlanFilling
 from tests.cpu.schedule.fake_executor import Harness, Limits, prompt
 from tests.cpu.schedule.test_schedules import play
 
@@ -42,7 +42,7 @@ def test_a_request_that_nobody_plans_is_named(monkeypatch: pytest.MonkeyPatch) -
     harness.add(prompt(10), SamplingParams(max_tokens=4))
     harness.launch()
     harness.commit()
-    monkeypatch.setattr(Scheduler, "_make_room", lambda self, request, num_pages: False)
+    monkeypatch.setattr(PlanFilling, "_make_room", lambda self, request, num_pages: False)
     text = run_until_stalled(harness)
     assert "0 waiting, 1 running" in text and "0 plans in flight" in text
     assert (

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #define __device__
@@ -37,6 +38,11 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // Here the words are the matrix' address, its rows, its columns and the bytes of a row.
@@ -67,6 +73,13 @@ inline void __syncwarp() { block().warp_barriers[threadIdx.x / LANES]->arrive_an
 inline void __trap() { std::abort(); }
 inline void let_next_start() {}
 inline void wait_for_earlier() {}
+
+inline float __int_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline float __fdiv_rn(float x, float y) { return x / y; }
 
 inline int __shfl_sync(unsigned, int x, int lane) {
     int *values = block().exchanged[threadIdx.x / LANES];
@@ -114,6 +127,7 @@ inline void barrier_wait(unsigned long long *barrier, int parity) {
 }
 
 inline void publish_barriers() {}
+inline void publish_shared() {}
 
 // --- Shared memory as the copy engine and the matrix units see it.
 
@@ -135,6 +149,8 @@ inline float4 load_from_block(unsigned address, int other) {
 
 // 16-byte pieces change places within each 128 bytes, by the number of the 128 bytes.
 inline unsigned swizzle(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void fetch_map(const TensorMap *) {}
 
 inline void copy_box(void *target, const TensorMap *map, int column, int row, int num_rows,
                      unsigned long long *barrier) {
@@ -159,9 +175,13 @@ inline float value_of(unsigned char code) {
 
 // The value in `row` at `place` of the sum.
 inline float operand(descriptor described, int row, int place) {
-    unsigned address = (described & 0x3fff) << 4, stride = (described >> 32 & 0x3fff) << 4;
-    if (described >> 62 != 1) std::abort();
-    return value_of(*at_address(swizzle(address + row / 8 * stride + row % 8 * 128 + place)));
+    unsigned address = (described & 0x3fff) << 4;
+    unsigned leading = (described >> 16 & 0x3fff) << 4, stride = (described >> 32 & 0x3fff) << 4;
+    if (described >> 62 == 1)
+        address = swizzle(address + row / 8 * stride + row % 8 * 128 + place);
+    else
+        address += row / 8 * stride + place / 16 * leading + row % 8 * 16 + place % 16;
+    return value_of(*at_address(address));
 }
 
 inline void products_begin() { __syncwarp(); }
@@ -187,6 +207,34 @@ inline unsigned round_to_bfloat16(float x) {
 
 inline unsigned round_to_bfloat16s(float first, float second) {
     return round_to_bfloat16(first) | round_to_bfloat16(second) << 16;
+}
+
+// --- Values of a row.
+
+inline unsigned largest_bits(unsigned first, unsigned second) {
+    return max(max(first >> 16 & 0x7fff, first & 0x7fff), max(second >> 16 & 0x7fff, second & 0x7fff));
+}
+
+inline unsigned largest_of_warp(unsigned x) {
+    unsigned largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = max(largest, (unsigned)__shfl_sync(~0u, x, lane));
+    return largest;
+}
+
+// The nearest code; of two as near the even one.
+inline unsigned narrow_one(unsigned bits, float factor) {
+    float x = __int_as_float(bits << 16) / factor;
+    int nearest = std::isnan(x) ? 127 : 0;
+    for (int code = 1; code < 127; code++) {
+        float gain = std::fabs(std::fabs(x) - value_of(nearest)) - std::fabs(std::fabs(x) - value_of(code));
+        if (gain > 0 || (gain == 0 && code % 2 == 0)) nearest = code;
+    }
+    return nearest | (bits >> 8 & 128);
+}
+
+inline unsigned narrow(unsigned first, unsigned second, float factor, float) {
+    return narrow_one(first & 0xffff, factor) | narrow_one(first >> 16, factor) << 8 |
+           narrow_one(second & 0xffff, factor) << 16 | narrow_one(second >> 16, factor) << 24;
 }
 
 // --- A launch, cluster after cluster; shared memory begins as NaN.

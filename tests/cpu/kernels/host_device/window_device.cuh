@@ -171,6 +171,19 @@ inline void copy_box(void *target, const TensorMap *map, int column, int row,
     if ((state.num_bytes -= 64 * 128) == 0) state.completed++;
 }
 
+inline float value_of_float16(unsigned short bits) {
+    _Float16 x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline unsigned short float16_of(float value) {
+    _Float16 x = value;
+    unsigned short bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 // The value in `row` at `place` of the sum.
 inline float operand(descriptor described, bool is_columns, int row, int place) {
     unsigned address = (described & 0x3fff) << 4;
@@ -184,7 +197,7 @@ inline float operand(descriptor described, bool is_columns, int row, int place) 
         address += row / 8 * stride + row % 8 * 128 + place * 2;
     bfloat16 bits;
     std::memcpy(&bits, at_address(is_swizzled ? swizzle(address) : address), sizeof bits);
-    return __int_as_float((unsigned)bits << 16);
+    return IS_FP8 ? value_of_float16(bits) : __int_as_float((unsigned)bits << 16);
 }
 
 inline void products_begin() { __syncwarp(); }
@@ -219,13 +232,31 @@ inline uint4 load_once(const unsigned char *address) {
 inline unsigned widen_one(unsigned code) {
     int exponent = code >> 3 & 15, digits = code & 7;
     float size = exponent ? std::ldexp(8 + digits, exponent - 10) : std::ldexp(digits, -9);
-    unsigned bits = (code & 127) == 127 ? 0x7fff : round_to_bfloat16(size);
+    unsigned bits = (code & 127) == 127 ? 0x7fff : float16_of(size);
     return bits | (code & 128) << 8;
 }
 
 inline uint2 widen(unsigned four) {
     return {widen_one(four & 255) | widen_one(four >> 8 & 255) << 16,
             widen_one(four >> 16 & 255) | widen_one(four >> 24) << 16};
+}
+
+inline unsigned short round_share(float x) { return IS_FP8 ? float16_of(x) : round_to_bfloat16(x); }
+
+inline unsigned scaled_pair(unsigned pair, float power) {
+    return float16_of(__int_as_float(pair << 16) * power) |
+           float16_of(__int_as_float(pair & 0xffff0000u) * power) << 16;
+}
+
+inline unsigned largest_bits(uint4 x) {
+    unsigned top = 0;
+    for (unsigned pair : {x.x, x.y, x.z, x.w}) top = max({top, pair >> 16 & 0x7fff, pair & 0x7fff});
+    return top;
+}
+
+inline void raise_to(unsigned *shared, unsigned x) {
+    std::atomic_ref<unsigned> top(*shared);
+    for (unsigned old = top; old < x && !top.compare_exchange_weak(old, x);) continue;
 }
 
 // --- A launch, block after block; shared memory begins as NaN.
