@@ -20,7 +20,7 @@ from stagecoach.planning.planner import make_plan
 from stagecoach.planning.report import Plan
 from stagecoach.published import DRAFTS, MODELS, published_folder
 
-_LEAST_WIDTH = 80
+_LEAST_WIDTH, _MOST_WIDTH = 80, 1000
 _NAMES = ", ".join(f"`{name}`" for name in MODELS)
 
 
@@ -97,24 +97,24 @@ def _published_or(find: Callable[[str], Path], model: str, names: tuple[str, ...
 
 
 def _print(made: Plan) -> None:
-    parts: list[Table | str] = [_memory_table(made)]
+    numbers = [_memory_table(made)]
     if made.gpu:
-        parts.append(_rest_table(made))
-    parts.append(_unit_table(made))
-    parts += made.problems
-    parts += [f"It would fit with {remedy}" for remedy in made.remedies]
+        numbers.append(_rest_table(made))
+    numbers.append(_unit_table(made))
+    others: list[Table | str] = [*made.problems]
+    others += [f"It would fit with {remedy}" for remedy in made.remedies]
     if made.fits:
-        parts.append(_context_table(made))
+        others.append(_context_table(made))
         if made.decode:
-            parts.append(_time_table(made))
+            others.append(_time_table(made))
         if made.partitions:
-            parts.append(_partition_table(made))
+            others.append(_partition_table(made))
     console = Console()
     # Lines that a terminal breaks lose nothing; numbers that a table breaks are misread.
-    tables = (part for part in parts if isinstance(part, Table))
-    needed = (Measurement.get(console, console.options, table).minimum for table in tables)
+    unbounded = console.options.update_width(_MOST_WIDTH)
+    needed = [Measurement.get(console, unbounded, table).maximum for table in numbers]
     console.width = max(console.width, _LEAST_WIDTH, *needed)
-    for part in parts:
+    for part in (*numbers, *others):
         console.print(part, highlight=False)
 
 
@@ -240,9 +240,9 @@ def _partition_table(made: Plan) -> Table:
     table = Table("most even in", title="Partitions")
     table.add_column("layers", overflow="fold")
     numbers = (
-        f"at most of {made.max_model_len:,}",
-        f"step of {made.partitions[0].num_requests}, ms",
-        "prefill tokens/s",
+        f"at most of\n{made.max_model_len:,}",
+        f"step of {made.partitions[0].num_requests},\nms",
+        "prefill\ntokens/s",
     )
     _add_numbers(table, numbers)
     for item in made.partitions:
@@ -257,9 +257,9 @@ def _partition_table(made: Plan) -> Table:
 
 
 def _add_numbers(table: Table, names: Iterable[str]) -> None:
-    """Columns that are broken rather than cut."""
+    """Columns that are neither broken nor cut."""
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
 
 
 def _gib(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import prod
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from stagecoach.errors import CheckpointError
@@ -102,13 +103,15 @@ def read_ahead(
     """
     waiting: deque[Future[_Outcome[Job]]] = deque()
     upload.provide(num_threads + _NUM_SPARE)
+    # Of the calling thread: what is written may be a tensor that only this mode may write.
+    read = torch.inference_mode(torch.is_inference_mode_enabled())(_read)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="read") as pool:
         try:
             for batch in _batches(reader, jobs, placement, batch_bytes):
                 if len(waiting) == num_threads + _NUM_SPARE:
                     yield from _read_jobs(waiting.popleft())
                 buffer = upload.take(batch.num_staged)
-                waiting.append(pool.submit(_read, reader, batch, buffer, placement))
+                waiting.append(pool.submit(read, reader, batch, buffer, placement))
             while waiting:
                 yield from _read_jobs(waiting.popleft())
         finally:

@@ -136,7 +136,7 @@ def mla_decode(
     )
     layout = RowLayout(1, latent_width, pe_width, latent_width, has_own_values=False)
     num_rows = segments.max_tokens * q_latent_THC.shape[1]
-    if tile is None and window_rows is None and is_faster(num_rows):
+    if tile is None and window_rows is None and is_faster(num_rows, cache_RD.dtype):
         window_rows = query_tile(num_rows)
     if window_rows is not None and fits(q_latent_THC, q_pe_THP, cache_RD, segments, layout):
         return attend_windows(

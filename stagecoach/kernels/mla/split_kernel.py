@@ -34,6 +34,20 @@ def _finite(x):
 
 
 @triton.jit
+def _largest(x_MC):
+    """The largest magnitude of each row, float32 [M]."""
+    return tl.max(tl.abs(x_MC.to(tl.float32)), 1)
+
+
+@triton.jit
+def _powers(largest_M):
+    """A power of two that brings each below 2^15, and its inverse; both are finite."""
+    bits_M = tl.minimum(254 + 14 - (largest_M.to(tl.int32, bitcast=True) >> 23), 253)
+    power_M = (bits_M << 23).to(tl.float32, bitcast=True)
+    return power_M, ((254 - bits_M) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _load_rows(
     key_ptr,
     value_ptr,
@@ -176,8 +190,11 @@ def attend_pieces_kernel(
     HAS_BLOCK: tl.constexpr = BLOCK_TOKENS > 0
     HAS_SECOND_PART: tl.constexpr = SECOND_WIDTH > 0
     SHARES_ROWS: tl.constexpr = VALUE_START < 0
-    # The cache may be of a narrower type than queries; products are in theirs.
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    # E4M3 is exact in float16, and made faster than bfloat16; else products are of the queries'.
+    IS_SCALED: tl.constexpr = (
+        cache_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16
+    )
+    DTYPE: tl.constexpr = tl.float16 if IS_SCALED else q_ptr.dtype.element_ty
     row_tile = tl.program_id(0) % num_row_tiles
     piece = tl.program_id(0) // num_row_tiles
     group = tl.program_id(1)
@@ -235,24 +252,23 @@ def attend_pieces_kernel(
     q_tokens_M = (first_token + tokens_M).to(tl.int64)
     columns_C = tl.arange(0, TILE_C)
     is_column_C = columns_C < KEY_WIDTH
-    q_MC = tl.load(
-        q_ptr
-        + (q_tokens_M * q_token_stride + heads_M * q_head_stride)[:, None]
-        + columns_C[None, :],
-        mask=is_row_M[:, None] & is_column_C[None, :],
-        other=0.0,
-    )
+    is_column_MC = is_row_M[:, None] & is_column_C[None, :]
+    q_at_M = q_tokens_M * q_token_stride + heads_M * q_head_stride
+    q_ptrs_MC = q_ptr + q_at_M[:, None] + columns_C[None, :]
+    q_MC = tl.load(q_ptrs_MC, mask=is_column_MC, other=0.0)
     columns_P = tl.arange(0, TILE_P)
-    is_column_P = columns_P < SECOND_WIDTH
+    is_column_MP = is_row_M[:, None] & (columns_P < SECOND_WIDTH)[None, :]
+    q_pe_at_M = q_tokens_M * q_pe_token_stride + heads_M * q_pe_head_stride
+    q_ptrs_MP = q_pe_ptr + q_pe_at_M[:, None] + columns_P[None, :]
     q_MP = q_MC
     if HAS_SECOND_PART:
-        q_MP = tl.load(
-            q_pe_ptr
-            + (q_tokens_M * q_pe_token_stride + heads_M * q_pe_head_stride)[:, None]
-            + columns_P[None, :],
-            mask=is_row_M[:, None] & is_column_P[None, :],
-            other=0.0,
-        )
+        q_MP = tl.load(q_ptrs_MP, mask=is_column_MP, other=0.0)
+    row_scale = scale
+    if IS_SCALED:
+        power_M, inverse_M = _powers(tl.maximum(_largest(q_MC), _largest(q_MP)))
+        q_MC = (q_MC.to(tl.float32) * power_M[:, None]).to(DTYPE)
+        q_MP = (q_MP.to(tl.float32) * power_M[:, None]).to(DTYPE) if HAS_SECOND_PART else q_MC
+        row_scale = scale * inverse_M[:, None]
     places_N = tl.arange(0, TILE_N)
     key_ptr = cache_ptr + group * KEY_WIDTH
     value_ptr = cache_ptr + VALUE_START + group * VALUE_WIDTH
@@ -299,7 +315,7 @@ def attend_pieces_kernel(
             top_M,
             sum_M,
             o_MV,
-            scale,
+            row_scale,
             HAS_SECOND_PART,
             IS_MASKED=False,
             PRECISION=PRECISION,
@@ -333,7 +349,7 @@ def attend_pieces_kernel(
             top_M,
             sum_M,
             o_MV,
-            scale,
+            row_scale,
             HAS_SECOND_PART,
             IS_MASKED=True,
             PRECISION=PRECISION,
@@ -341,6 +357,12 @@ def attend_pieces_kernel(
 
     if HAS_BLOCK:  # noqa: SIM102 (one is known when compiled, the other is not)
         if end_tile == num_tiles:
+            own_q_MC, own_q_MP = q_MC, q_MP
+            if IS_SCALED:  # own rows are not of E4M3
+                own_q_MC = tl.load(q_ptrs_MC, mask=is_column_MC, other=0.0)
+                own_q_MP = own_q_MC
+                if HAS_SECOND_PART:
+                    own_q_MP = tl.load(q_ptrs_MP, mask=is_column_MP, other=0.0)
             own_N = tl.arange(0, TILE_OWN)
             is_own_N = own_N < BLOCK_TOKENS
             at_N = (segment * BLOCK_TOKENS + own_N).to(tl.int64) * own_stride
@@ -350,11 +372,11 @@ def attend_pieces_kernel(
             k_NC, k_NP, v_NV = _load_rows(
                 own_ptr + group * KEY_WIDTH, own_ptr + VALUE_START + group * VALUE_WIDTH, at_N,
                 is_own_N, KEY_WIDTH, SECOND_WIDTH, VALUE_WIDTH, TILE_C, TILE_P, TILE_V,
-                SHARES_ROWS, IS_MASKED=True, DTYPE=DTYPE,
+                SHARES_ROWS, IS_MASKED=True, DTYPE=q_ptr.dtype.element_ty,
             )  # fmt: skip
             top_M, sum_M, o_MV = _attend_tile(
-                q_MC,
-                q_MP,
+                own_q_MC,
+                own_q_MP,
                 k_NC,
                 k_NP,
                 v_NV,

@@ -32,7 +32,7 @@ constexpr int NUM_STAGES = 2;
 constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = IS_FP8 ? 256 : 128;
 constexpr int NUM_THREADS = NUM_CONSUMERS + NUM_PRODUCERS;
 // Of a thread; registers go from warpgroup to warpgroup.
-constexpr int PRODUCER_REGISTERS = IS_FP8 ? 56 : 40, CONSUMER_REGISTERS = IS_FP8 ? 200 : 232;
+constexpr int PRODUCER_REGISTERS = IS_FP8 ? 64 : 40, CONSUMER_REGISTERS = IS_FP8 ? 192 : 232;
 constexpr int HALF = ROWS / 2;   // query rows of a warpgroup's scores
 constexpr int VALUE_TILES = LATENT / 64 / 2;  // of a warpgroup's outputs
 constexpr int MAX_SEGMENTS = TILE * ROWS / 2;

@@ -95,9 +95,12 @@ def fits(
     )
 
 
-def is_faster(num_rows: int) -> bool:
-    """Whether calls of up to `num_rows` query rows a segment were measured faster here."""
-    return num_rows >= _FEWEST_ROWS
+def is_faster(num_rows: int, cache_dtype: torch.dtype) -> bool:
+    """Whether calls of up to `num_rows` query rows a segment were measured faster here.
+
+    With rows of E4M3 all were: 12 rows over 8 contexts of 32,768 take 96 against 167 us.
+    """
+    return num_rows >= _FEWEST_ROWS or cache_dtype == FP8_DTYPE
 
 
 def query_tile(num_rows: int) -> int:

@@ -26,7 +26,8 @@ constexpr int NUM_THREADS = NUM_CONSUMERS + NUM_PRODUCERS;
 constexpr int ROWS = 64 * WARPGROUPS;  // of weights
 constexpr int OUTPUTS = IS_GATED ? ROWS / 2 : ROWS;
 // Of a thread; registers go from warpgroup to warpgroup.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 104;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 224 : 104;
 
 // What the host fills in; its twin is `ManyArguments` in `mxfp4_many_cuda.py`.
 struct Arguments {
@@ -34,7 +35,7 @@ struct Arguments {
     const unsigned char *packed, *scale;
     bfloat16 *out;  // [pairs, num_outputs]
     const int *pairs, *offsets, *tile_experts, *tile_rows, *num_tiles;
-    long long x_stride;
+    unsigned x_row_bytes;
     int num_inputs, num_outputs, num_chosen, blocks_of_rows;
     Activation activation;
 };
@@ -43,7 +44,8 @@ struct Shared {
     unsigned char x[STAGES][2][PAIRS * 128];  // 64 inputs of each pair; 128 bytes swizzled
     unsigned char codes[STAGES][ROWS * 64];
     unsigned char scale[STAGES][ROWS * 4];
-    int rows[PAIRS];  // of x, of the tile's pairs
+    // Where rows of x begin, in bytes: that of the tile's pair 8 i + e at [e][i].
+    unsigned rows[8][PAIRS >= 32 ? PAIRS / 8 : 4];
     unsigned long long full[STAGES], empty[STAGES];
 };
 
@@ -65,10 +67,10 @@ struct Place {
     }
 };
 
-// Operands of rows of 128 swizzled bytes: groups of 8 rows lie 1024 bytes apart.
-__device__ __forceinline__ descriptor swizzled(unsigned address) {
-    return (descriptor)((address & 0x3ffff) >> 4) | (descriptor)1 << 16 |
-           (descriptor)(1024 >> 4) << 32 | (descriptor)1 << 62;
+// Operands of rows of 128 swizzled bytes, whose groups of 8 lie 1024 bytes apart: so many bytes
+// behind an address.
+__device__ __forceinline__ descriptor swizzled(unsigned address, int num_bytes) {
+    return from_halves((address >> 4 | 1 << 16) + num_bytes / 16, 1024 >> 4 | 1 << 30);
 }
 
 __device__ __forceinline__ bool find_work(const Arguments &given, int number, Work &work) {
@@ -114,9 +116,10 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
     Work work;
     for (int number = blockIdx.x; find_work(given, number, work); number += gridDim.x) {
         meet<NUM_PRODUCERS>();  // nobody reads what the last work's rows were
-        for (int i = thread; i < work.count; i += NUM_PRODUCERS)
-            shared.rows[i] =
-                IS_GATED ? given.pairs[work.first + i] / given.num_chosen : work.first + i;
+        for (int i = thread; i < work.count; i += NUM_PRODUCERS) {
+            int row = IS_GATED ? given.pairs[work.first + i] / given.num_chosen : work.first + i;
+            shared.rows[i % 8][i / 8] = row * given.x_row_bytes;
+        }
         meet<NUM_PRODUCERS>();
         long long expert_groups = (long long)work.expert * expert_rows * num_groups;
         const unsigned char *packed = given.packed + (expert_groups + thread % 4) * 16;
@@ -126,7 +129,7 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
                 packed + (long long)expert_row(given, block, thread / 4) * num_groups * 16;
             const unsigned char *factors =
                 scale + (long long)expert_row(given, block, thread) * num_groups;
-            const bfloat16 *x = given.x + piece * 8;
+            const char *x = (const char *)given.x + piece * 16;
             for (int chunk = 0; chunk < num_chunks; chunk++) {
                 barrier_wait(&shared.empty[place.stage], place.parity ^ 1);
                 unsigned target = address_of(shared.codes[place.stage]) + thread * 16;
@@ -138,14 +141,18 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
                 for (int i = 0; i < ROWS / 128; i++)
                     copy_4_bytes(target + i * 512, factors + rows_on(i * 4) * num_groups);
                 target = address_of(shared.x[place.stage]) + x_at;
-#pragma unroll 4
-                for (int row = eighth; row < work.count; row += 8, target += 1024)
-                    copy_16_bytes(target, x + shared.rows[row] * given.x_stride);
+                for (int row = eighth; row < work.count; row += 32, target += 4096) {
+                    uint4 starts = *(const uint4 *)&shared.rows[eighth][row / 8];
+                    copy_16_bytes(target, x + starts.x);
+                    if (row + 8 < work.count) copy_16_bytes(target + 1024, x + starts.y);
+                    if (row + 16 < work.count) copy_16_bytes(target + 2048, x + starts.z);
+                    if (row + 24 < work.count) copy_16_bytes(target + 3072, x + starts.w);
+                }
                 barrier_arrive_behind_copies(&shared.full[place.stage]);
                 place.advance();
                 codes += 64;
                 factors += 4;
-                x += CHUNK;
+                x += CHUNK * 2;
             }
         }
     }
@@ -156,29 +163,35 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
 template <int N>
 __device__ __forceinline__ void write(const Arguments &given, const Work &work, int block,
                                       float (&c)[N / 2]) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int BATCH = 8;
+    int lane = known_here(threadIdx.x % 32), warp = threadIdx.x / 32;
     long long column = (long long)block * OUTPUTS + warp * (IS_GATED ? 8 : 16);
+    int rows[N / 8];
 #pragma unroll
     for (int group = 0; group < N / 8; group++) {
+        // Some rows at a time are asked for before what is written might hold them up.
+        if (group % BATCH == 0) {
+#pragma unroll
+            for (int i = group; i < min(group + BATCH, N / 8); i++) {
+                int place = work.first + min(i * 8 + lane / 4, work.count - 1);
+                rows[i] = IS_GATED ? place : load_again(given.pairs + place);
+            }
+        }
         float *sums = c + group * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[i] *= SUM_FACTOR;
-        int pair = group * 8 + lane / 4;
-        long long row = work.first + pair;
+        bool is_pair = group * 8 + lane / 4 < work.count;
+        bfloat16 *target = given.out + (long long)rows[group] * given.num_outputs + column;
         if (IS_GATED) {
             float low = gated(given.activation, sums[0], sums[2]);
             float high = gated(given.activation, sums[1], sums[3]);
             unsigned outputs = transpose(round_to_bfloat16(low, high));
-            bfloat16 *target = given.out + row * given.num_outputs + column + lane % 4 * 2;
-            if (pair < work.count) *(unsigned *)target = outputs;
+            if (is_pair) *(unsigned *)(target + lane % 4 * 2) = outputs;
         } else {
             uint2 outputs;
             outputs.x = transpose(round_to_bfloat16(sums[0], sums[1]));
             outputs.y = transpose(round_to_bfloat16(sums[2], sums[3]));
-            if (pair < work.count) {
-                row = given.pairs[row];
-                *(uint2 *)(given.out + row * given.num_outputs + column + lane % 4 * 4) = outputs;
-            }
+            if (is_pair) *(uint2 *)(target + lane % 4 * 4) = outputs;
         }
     }
 }
@@ -198,7 +211,6 @@ __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &g
         for (int chunk = 0; chunk < num_chunks; chunk++) {
             int stage = place.stage;
             barrier_wait(&shared.full[stage], place.parity);
-            publish_shared();
             const unsigned char *codes = shared.codes[stage] + row * 64 + quarter * 16;
             uint4 near = *(const uint4 *)codes, far = *(const uint4 *)(codes + 8 * 64);
             const unsigned char *scale = shared.scale[stage] + row * 4 + quarter;
@@ -220,11 +232,12 @@ __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &g
                         operand[3] = of_far[i * 2 + 1];
                     }
                 }
+                if (half == 0) publish_shared();
                 products_begin();
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     multiply_add<N>(c, a[half][step],
-                                    swizzled(x_at + half * (PAIRS * 128) + step * 32));
+                                    swizzled(x_at, half * (PAIRS * 128) + step * 32));
                 products_commit();
                 // Of the half before: its registers and, behind a chunk, its stage are free.
                 products_wait<1>();

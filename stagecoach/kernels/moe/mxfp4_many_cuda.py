@@ -36,7 +36,7 @@ class ManyArguments(ctypes.Structure):
                 *("tile_rows", "num_tiles"),
             )
         ),
-        ("x_stride", ctypes.c_longlong),
+        ("x_row_bytes", ctypes.c_uint32),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -135,6 +135,7 @@ def _launch(
     **activation: float,
 ) -> None:
     num_inputs, num_outputs = weight.shape[2], out.shape[1]
+    assert len(x) * x.stride(0) * x.element_size() < 2**32, f"{len(x)} rows of {x.stride(0)}"
     num_tiles = len(order.tile_rows_M)
     num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     cut = tiles.cut(num_inputs, num_outputs, num_tiles, num_processors, is_gated=is_gated)
@@ -148,7 +149,7 @@ def _launch(
         tile_experts=order.tile_experts_M.data_ptr(),
         tile_rows=order.tile_rows_M.data_ptr(),
         num_tiles=order.num_tiles_1.data_ptr(),
-        x_stride=x.stride(0),
+        x_row_bytes=x.stride(0) * x.element_size(),
         num_inputs=num_inputs,
         num_outputs=num_outputs,
         num_chosen=num_chosen,

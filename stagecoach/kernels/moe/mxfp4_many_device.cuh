@@ -6,6 +6,25 @@
 typedef unsigned short bfloat16;
 typedef unsigned long long descriptor;
 
+__device__ __forceinline__ descriptor from_halves(unsigned low, unsigned high) {
+    descriptor both;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(low), "r"(high));
+    return both;
+}
+
+// The same number; what depends on it is not worked out earlier than here.
+__device__ __forceinline__ int known_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// A number that nobody writes meanwhile; asked for here and not earlier.
+__device__ __forceinline__ int load_again(const int *address) {
+    int x;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(address));
+    return x;
+}
+
 // A wait for a barrier gives up after so many tries of so many nanoseconds.
 constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
 

@@ -69,12 +69,16 @@ class ManyTiles(NamedTuple):
     @property
     def num_stages(self) -> int:
         """Chunks of inputs and weights that a processor's shared memory holds, 8 at most."""
-        rest = _MOST_SHARED_BYTES - self.pairs * 4 - _MOST_STAGES * 16
+        rest = _MOST_SHARED_BYTES - self._row_bytes - _MOST_STAGES * 16
         return min(_MOST_STAGES, rest // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        return self.num_stages * (self._stage_bytes + 16) + -(-self.pairs * 4 // 16) * 16
+        return self.num_stages * (self._stage_bytes + 16) + self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * max(self.pairs, 32)
 
     @property
     def _stage_bytes(self) -> int:

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.dependent_launch import launch_options
-from stagecoach.kernels.moe.sort_kernel import count_pairs_kernel, sort_pairs_kernel
+from stagecoach.kernels.moe.sort_kernel import (
+    count_pairs_kernel,
+    place_experts_kernel,
+    place_pairs_kernel,
+    sort_pairs_kernel,
+)
 from stagecoach.kernels.moe.tile_kernel import combine_kernel
 from stagecoach.kernels.moe.tiles import most_tiles
 
 _MOST_TOKENS = 65_535  # bound of the grid's second axis
-# To this many pairs each program counts all experts' pairs by itself.
-_MOST_COUNTED_PAIRS = 4096
+# Pairs that a program counts, and with how many at a time it compares them.
+_SORT_BLOCK, _SORT_COMPARED = 512, 32
 _COMBINE_BLOCK = 1024
 
 
@@ -34,7 +39,7 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
-    """Sort pairs by expert, leaving out those with id -1."""
+    """Sort pairs by expert, leaving out those with id -1; an expert's keep their order."""
     num_pairs = ids_TK.numel()
 
     def empty(size: int) -> Tensor:
@@ -44,22 +49,58 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
     sorted_pairs = SortedPairs(
         empty(num_pairs), empty(num_experts + 1), empty(num_tiles), empty(num_tiles), empty(1)
     )
-    counts_E = None
-    if num_pairs > _MOST_COUNTED_PAIRS:
-        counts_E = empty(num_experts)
-        count_pairs_kernel[(num_experts,)](ids_TK, counts_E, num_pairs, BLOCK_P=8192, num_warps=16)
-    sort_pairs_kernel[(num_experts,)](
+    pairs_P, *of_experts = sorted_pairs
+    block_p = min(_SORT_BLOCK, max(64, triton.next_power_of_2(num_pairs)))
+    block_e = max(64, triton.next_power_of_2(num_experts + 1))
+    num_blocks = max(1, -(-num_pairs // block_p))
+    counts_BE = empty(num_blocks * num_experts)
+    options = launch_options(ids_TK)
+    if num_blocks == 1:
+        sort_pairs_kernel[(1,)](
+            ids_TK,
+            counts_BE,
+            *sorted_pairs,
+            num_pairs,
+            num_experts,
+            block_m,
+            BLOCK_P=block_p,
+            BLOCK_Q=_SORT_COMPARED,
+            BLOCK_E=block_e,
+            num_warps=8,
+            **options,
+        )
+        return sorted_pairs
+    count_pairs_kernel[(num_blocks,)](
         ids_TK,
-        counts_E,
-        *sorted_pairs,
+        counts_BE,
         num_pairs,
         num_experts,
+        BLOCK_P=block_p,
+        BLOCK_E=block_e,
+        num_warps=4,
+        **options,
+    )
+    place_experts_kernel[(1,)](
+        counts_BE,
+        *of_experts,
+        num_blocks,
+        num_experts,
         block_m,
-        HAS_COUNTS=counts_E is not None,
-        BLOCK_P=min(8192, max(64, triton.next_power_of_2(num_pairs))),
-        BLOCK_E=max(64, triton.next_power_of_2(num_experts + 1)),
-        num_warps=4 if counts_E is None else 16,
-        **launch_options(ids_TK),
+        BLOCK_B=8,
+        BLOCK_E=block_e,
+        num_warps=16,
+        **options,
+    )
+    place_pairs_kernel[(num_blocks,)](
+        ids_TK,
+        counts_BE,
+        pairs_P,
+        num_pairs,
+        num_experts,
+        BLOCK_P=block_p,
+        BLOCK_Q=_SORT_COMPARED,
+        num_warps=4,
+        **options,
     )
     return sorted_pairs
 

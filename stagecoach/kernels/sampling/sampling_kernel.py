@@ -85,18 +85,115 @@ def scan_kernel(
 
 
 @triton.jit
-def gumbel_noise(seed, position, first_group, NUM_GROUPS: tl.constexpr):
-    """Noise of 4 * NUM_GROUPS neighbouring tokens from 4 * first_group on, float64."""
+def _noise_words(seed, position, first_group, NUM_GROUPS: tl.constexpr):
+    """Random words of neighbouring tokens, uint32: one of the four to the token 4 * group + i."""
     groups = (first_group + tl.arange(0, NUM_GROUPS)).to(tl.uint32)
     zeros = tl.zeros([NUM_GROUPS], tl.uint32)
     low = zeros + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zeros + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     # The fourth word is the stream: that of the target's choice is 0.
-    word_0, word_1, word_2, word_3 = tl.philox(seed, groups, low, high, zeros)
+    return tl.philox(seed, groups, low, high, zeros)
+
+
+@triton.jit
+def gumbel_noise(seed, position, first_group, NUM_GROUPS: tl.constexpr):
+    """Noise of 4 * NUM_GROUPS neighbouring tokens from 4 * first_group on, float64."""
+    word_0, word_1, word_2, word_3 = _noise_words(seed, position, first_group, NUM_GROUPS)
     pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
     words = tl.reshape(pairs, (4 * NUM_GROUPS,))
     uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _rough_log(x):
+    """Natural logarithm of normal float32 numbers above 0, at most 1e-4 off."""
+    bits = x.to(tl.int32, bitcast=True)
+    # Exponent and fraction read as one number are the logarithm but for a bow between powers of 2.
+    straight = bits.to(tl.float32) * 1.1920928955078125e-07 - 127.0
+    f = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    bow = f * (1.0 - f) * (0.4387255 + f * (-0.23905711 + f * 0.08212962))
+    return 0.6931471805599453 * (straight + bow)
+
+
+@triton.jit
+def rough_gumbel_noise(words):
+    """Noise of random words in float32, at most 2.5e-4 off."""
+    is_low = words < 0x80000000
+    # u below a half, else 1 - u: float32 has no room for both.
+    x = tl.where(is_low, words, words ^ 0xFFFFFFFF)
+    x = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # -log(1 - x), at most 4.5e-5 of itself off up to x = 1/2.
+    series = 0.39579911 + x * (-0.05780924 + x * 0.74518336)
+    series = x * (1.00004436 + x * (0.49578182 + x * series))
+    return -_rough_log(tl.where(is_low, -_rough_log(x), series))
+
+
+@triton.jit
+def _draw_exactly(
+    logits,
+    addends,
+    row,
+    first_column,
+    greatest,
+    temperature,
+    seed,
+    position,
+    num_columns,
+    logits_stride,
+    addends_stride,
+    HAS_ADDEND: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+):
+    """Values / temperature + noise of neighbouring columns, float64."""
+    columns = first_column + tl.arange(0, NUM_COLUMNS)
+    values = _values(
+        logits, addends, row, columns, num_columns, logits_stride, addends_stride, HAS_ADDEND
+    )
+    # The division of the reference: correctly rounded.
+    divisor = tl.zeros([NUM_COLUMNS], tl.float32) + temperature
+    scaled = tl.div_rn(values - greatest, divisor)
+    noise = gumbel_noise(seed, position, first_column // 4, NUM_COLUMNS // 4)
+    return noise + scaled.to(tl.float64)
+
+
+@triton.jit
+def _draw_block(
+    logits,
+    addends,
+    row,
+    block,
+    greatest,
+    temperature,
+    seed,
+    position,
+    num_columns,
+    logits_stride,
+    addends_stride,
+    HAS_ADDEND: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART_V: tl.constexpr,
+):
+    """The greatest of a block, all of it in float64, and the lowest column that has it."""
+    best = tl.full([PART_V], float("-inf"), tl.float64)
+    best_ids = tl.full([PART_V], _NO_ID, tl.int32)
+    # Unrolled, the logarithms would be more code than an instruction cache holds.
+    for part in range(BLOCK_V // PART_V):
+        first = block * BLOCK_V + part * PART_V
+        drawn = _draw_exactly(
+            logits, addends, row, first, greatest, temperature, seed, position,
+            num_columns, logits_stride, addends_stride, HAS_ADDEND, PART_V,
+        )  # fmt: skip
+        columns = first + tl.arange(0, PART_V)
+        # A NaN is never better; of equal values the first stays.
+        is_better = (drawn > best) | ((best_ids == _NO_ID) & (drawn == drawn))
+        is_better &= columns < num_columns
+        best = tl.where(is_better, drawn, best)
+        best_ids = tl.where(is_better, columns, best_ids)
+    greatest_drawn = tl.max(best, axis=0)
+    best_id = tl.min(tl.where(best == greatest_drawn, best_ids, _NO_ID), axis=0)
+    # Where all is NaN, any id of the block will do.
+    return greatest_drawn, tl.where(best_id == _NO_ID, block * BLOCK_V, best_id)
 
 
 @triton.jit(
@@ -126,7 +223,10 @@ def draw_kernel(
     PART_V: tl.constexpr,
     MOST_BLOCKS: tl.constexpr,
 ):
-    """The greatest of values / temperature + noise of each block, for rows with a temperature."""
+    """The greatest of values / temperature + noise of each block, for rows with a temperature.
+
+    Float32 says which columns could be it: nearly always one, of which alone float64 is asked.
+    """
     block, row = tl.program_id(0), tl.program_id(1)
     table_row = _table_row(row, segments, sampling_rows, HAS_SEGMENTS)
     if table_row < 0:
@@ -135,35 +235,50 @@ def draw_kernel(
     temperature = tl.load(temperatures + table_row * temperatures_stride)
     if temperature <= 0.0:
         return
+    temperature = tl.maximum(temperature.to(tl.float32), _TINY)
     blocks = tl.arange(0, MOST_BLOCKS)
     all_best = tl.load(
         block_best + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf")
     )
     greatest = tl.max(all_best, axis=0)
-    # The division of the reference: correctly rounded.
-    divisor = tl.zeros([PART_V], tl.float32) + tl.maximum(temperature.to(tl.float32), _TINY)
+    factor = 1.0 / temperature
     seed = tl.load(seeds + table_row)
     position = tl.load(positions + row).to(tl.int64) + position_offset
-    best = tl.full([PART_V], float("-inf"), tl.float64)
-    best_ids = tl.full([PART_V], _NO_ID, tl.int32)
-    # Unrolled, the logarithms would be more code than an instruction cache holds.
+    best = tl.full([PART_V // 4], float("-inf"), tl.float32)
+    second = tl.full([PART_V // 4], float("-inf"), tl.float32)
+    best_ids = tl.zeros([PART_V // 4], tl.int32)
     for part in range(BLOCK_V // PART_V):
         first = block * BLOCK_V + part * PART_V
-        columns = first + tl.arange(0, PART_V)
-        values = _values(
-            logits, addends, row, columns, num_columns, logits_stride, addends_stride, HAS_ADDEND
-        )
-        scaled = tl.div_rn(values - greatest, divisor)
-        drawn = gumbel_noise(seed, position, first // 4, PART_V // 4) + scaled.to(tl.float64)
-        # A NaN is never better; of equal values the first stays.
-        is_better = (drawn > best) | ((best_ids == _NO_ID) & (drawn == drawn))
-        is_better &= columns < num_columns
-        best = tl.where(is_better, drawn, best)
-        best_ids = tl.where(is_better, columns, best_ids)
-    greatest_drawn = tl.max(best, axis=0)
-    best_id = tl.min(tl.where(best == greatest_drawn, best_ids, _NO_ID), axis=0)
-    # Where all is NaN, any id of the block will do.
-    best_id = tl.where(best_id == _NO_ID, block * BLOCK_V, best_id)
+        words = _noise_words(seed, position, first // 4, PART_V // 4)
+        for place in tl.static_range(4):
+            columns = first + 4 * tl.arange(0, PART_V // 4) + place
+            values = _values(
+                logits, addends, row, columns, num_columns, logits_stride, addends_stride,
+                HAS_ADDEND,
+            )  # fmt: skip
+            rough = (values - greatest) * factor + rough_gumbel_noise(words[place])
+            rough = tl.where((columns < num_columns) & (rough == rough), rough, float("-inf"))
+            second = tl.maximum(second, tl.minimum(best, rough))
+            best_ids = tl.where(rough > best, columns, best_ids)
+            best = tl.maximum(best, rough)
+    greatest_rough = tl.max(best, axis=0)
+    # Each of two may be off by half of it: noise, product and sum together.
+    least = greatest_rough - (6e-4 + 1e-6 * tl.abs(greatest_rough))
+    could_be = (best >= least).to(tl.int32) + (second >= least).to(tl.int32)
+    best_id = tl.max(tl.where(best >= least, best_ids, 0), axis=0)
+    if tl.sum(could_be, axis=0) == 1:
+        first_column = best_id // 4 * 4
+        drawn = _draw_exactly(
+            logits, addends, row, first_column, greatest, temperature, seed, position,
+            num_columns, logits_stride, addends_stride, HAS_ADDEND, 4,
+        )  # fmt: skip
+        is_best = first_column + tl.arange(0, 4) == best_id
+        greatest_drawn = tl.max(tl.where(is_best, drawn, float("-inf")), axis=0)
+    else:
+        greatest_drawn, best_id = _draw_block(
+            logits, addends, row, block, greatest, temperature, seed, position,
+            num_columns, logits_stride, addends_stride, HAS_ADDEND, BLOCK_V, PART_V,
+        )  # fmt: skip
     place = row * num_blocks + block
     tl.store(block_drawn + place, greatest_drawn)
     tl.store(block_ids + place, best_id)

@@ -86,15 +86,21 @@ def test_a_name_that_is_not_known_is_told_those_that_are(stagecoach: Stagecoach)
     assert "--model=kimi-k4" in run.stderr and "kimi-k3, kimi-linear-48b" in run.stderr
 
 
-def test_narrow_terminals_cut_no_number(
-    stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "others",
+    [(), ("--speculative-config", '{"model": "kimi-k3-dspark"}', "--kv-offloading-size", "64")],
+)
+def test_narrow_terminals_cut_and_break_no_number(
+    stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    run = stagecoach("plan", "kimi-k3", "-pp", "2", "-tp", "8", "--max-model-len", "131072")
-    made = planned(stagecoach, "kimi-k3", "-pp", "2", "-tp", "8", "--max-model-len", "131072")
+    options = ("kimi-k3", "-pp", "2", "-tp", "8", "--max-model-len", "131072", *others)
+    run = stagecoach("plan", *options)
+    made = planned(stagecoach, *options)
     assert run.status == 0 and "\N{HORIZONTAL ELLIPSIS}" not in run.stdout
     for stage in made["stages"]:
-        assert f"{stage['spare_bytes'] / 2**30:.2f}" in run.stdout
+        for name in ("weight_bytes", "page_bytes", "total_bytes", "spare_bytes", "host_bytes"):
+            assert not stage[name] or f" {stage[name] / 2**30:.2f} " in run.stdout
         assert f"{stage['boundary_bytes_per_chunk']:,}" in run.stdout
 
 

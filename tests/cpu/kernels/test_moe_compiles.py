@@ -19,12 +19,14 @@ from stagecoach.kernels.moe.pair_kernel import (
     pair_down_kernel, pair_down_whole_kernel, pair_gate_up_kernel,
 )
 from stagecoach.kernels.moe.route_kernel import route_kernel
-from stagecoach.kernels.moe.sort_kernel import sort_pairs_kernel
+from stagecoach.kernels.moe.sort_kernel import (
+    count_pairs_kernel, place_experts_kernel, place_pairs_kernel, sort_pairs_kernel,
+)
 from stagecoach.kernels.moe.tile_kernel import down_kernel, gate_up_kernel
 
 FLOATS = ("beta", "linear_beta", "scaling")
 FLOAT_POINTERS = ("logits_ptr", "bias_ptr", "chosen_weights_ptr")
-INT_POINTERS = ("ids", "pairs", "offsets", "tile", "num", "counts")
+INT_POINTERS = ("ids", "pairs", "offsets", "tile", "num", "counts", "starts")
 MOST_SHARED_BYTES = 227 * 1024
 
 def compile_for_hopper(kernel, num_warps, types={}, **constants):
@@ -86,7 +88,10 @@ compile_for_hopper(
     HAS_BIAS=True, HAS_REAL=True, HAS_GROUPS=False, RENORMALIZE=True, BLOCK_G=1, BLOCK_M=1024,
     BLOCK_K=16, **early,
 )
-compile_for_hopper(sort_pairs_kernel, 4, HAS_COUNTS=False, BLOCK_P=512, BLOCK_E=512, **early)
+compile_for_hopper(sort_pairs_kernel, 8, BLOCK_P=512, BLOCK_Q=32, BLOCK_E=1024, **early)
+compile_for_hopper(count_pairs_kernel, 4, BLOCK_P=512, BLOCK_E=1024, **early)
+compile_for_hopper(place_experts_kernel, 16, BLOCK_B=8, BLOCK_E=1024, **early)
+compile_for_hopper(place_pairs_kernel, 4, BLOCK_P=512, BLOCK_Q=32, **early)
 few = dict(IS_EVEN=True, BLOCK_O=16, BLOCK_I=256, NUM_SPLITS=1, NUM_STAGES=4)
 compile_for_hopper(linear_kernel, 2, BLOCK_T=16, **few, **early)
 ptx = compile_for_hopper(vector_kernel, 4, BLOCK_O=2, BLOCK_I=2048, BLOCK_REST=256, **early)

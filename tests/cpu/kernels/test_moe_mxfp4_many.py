@@ -90,7 +90,7 @@ def _run(
         packed=weight.packed.data_ptr(),
         scale=weight.scale.data_ptr(),
         out=out_PO.data_ptr(),
-        x_stride=x.stride(0),
+        x_row_bytes=x.stride(0) * 2,
         num_inputs=weight.shape[2],
         num_outputs=num_outputs,
         num_chosen=1,

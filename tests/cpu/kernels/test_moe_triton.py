@@ -149,7 +149,7 @@ def test_a_shared_expert_of_another_width_is_added() -> None:
 
 @pytest.mark.parametrize("num_tokens", [30, 1400])
 def test_pairs_are_sorted_and_cut_into_tiles(num_tokens: int) -> None:
-    """Few pairs, which each program counts by itself, and more."""
+    """A block of pairs, which one program sorts, and several."""
     num_experts, block_m = 5, 16
     ids_TK = choices(num_tokens, 3, num_experts)[1]
     ids_TK[-3:] = -1

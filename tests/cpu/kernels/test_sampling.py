@@ -15,6 +15,7 @@ from stagecoach.kernels.cache_rows import reference as cache_rows_reference
 from stagecoach.kernels.sampling import Choices, SamplingRows, cuda, reference
 from stagecoach.kernels.sampling.noise import gumbel_noise
 from stagecoach.kernels.sampling.sampling_kernel import gumbel_noise as kernel_noise
+from stagecoach.kernels.sampling.sampling_kernel import rough_gumbel_noise
 from stagecoach.request import SamplingParams
 from stagecoach.runner.sampler import choose_tokens
 from stagecoach.runner.sampling_table import SamplingTable
@@ -54,6 +55,38 @@ def test_the_noise_is_that_of_the_specification() -> None:
     _noise_kernel[(5,)](out_RV, seeds_R, positions_R, 128, NUM_GROUPS=32)
     expected_RV = gumbel_noise(seeds_R, positions_R, 140, "cpu")[:, 12:]
     assert torch.equal(out_RV, expected_RV)
+
+
+@triton.jit
+def _rough_noise_kernel(out, words, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + places, rough_gumbel_noise(tl.load(words + places).to(tl.uint32)))
+
+
+def test_the_rough_noise_is_as_close_as_it_says() -> None:
+    """At both ends, around the middle, and evenly between."""
+    near = torch.arange(2**16)
+    words = torch.cat((near, 2**31 - 2**15 + near, 2**32 - 2**16 + near, near * (2**16 + 1)))
+    rough = torch.full((len(words),), torch.nan)
+    _rough_noise_kernel[(16,)](rough, words, BLOCK=2**14)
+    exact = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
+    assert exact.max() > 22 and exact.min() < -3
+    assert (rough - exact).abs().max() < 2.5e-4
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-6, 1e-3])
+def test_choices_that_float32_cannot_tell_apart_are_made_in_float64(gap: float) -> None:
+    """Logits that take the noise away again, so that many columns are nearly as good."""
+    torch.manual_seed(0)
+    rows = make_rows(9, "cpu", has_segments=False)
+    temperatures_T = rows.temperatures_N[rows.sampling_rows_B.clamp_min(0)].clamp_min(1e-3)
+    seeds_T = rows.seeds_N[rows.sampling_rows_B.clamp_min(0)]
+    positions_T = rows.positions_T + rows.position_offset
+    noise_TV = gumbel_noise(seeds_T, positions_T.to(torch.int64), 131, "cpu")
+    wanted_TV = gap * torch.rand(9, 131, dtype=torch.float64)
+    logits_TV = ((wanted_TV - noise_TV) * temperatures_T.unsqueeze(1)).to(torch.float32)
+    expected = reference.choose_tokens(logits_TV, rows)
+    assert_same(cuda.choose_tokens(logits_TV, rows, tile=SMALL), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 128, 131])

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -98,3 +98,21 @@ def test_an_error_in_the_list_of_jobs_is_raised(reader: SlowReader) -> None:
     with pytest.raises(CheckpointError, match="no such part"):
         list(reads)
     assert not reading_threads()
+
+
+def test_threads_write_what_the_calling_thread_may_write(reader: SlowReader) -> None:
+    """Tensors that were made in inference mode are written in no other."""
+
+    class Copies:
+        def homes(self, job: int, parts: Sequence[PartRead]) -> None:
+            return None
+
+        def place(self, job: int, tensors: Sequence[Tensor]) -> bool:
+            copy[job].copy_(tensors[1][0])
+            return True
+
+    with torch.inference_mode():
+        copy = torch.zeros_like(MATRIX)
+        reads = read_ahead(reader, jobs(), WeightUpload(torch.device("cpu")), NUM_THREADS, Copies())
+        assert not any(item.tensors for item in reads)
+    assert torch.equal(copy, MATRIX)

@@ -41,6 +41,10 @@ struct alignas(8) uint2 {
     unsigned x, y;
 };
 
+inline descriptor from_halves(unsigned low, unsigned high) { return low | (descriptor)high << 32; }
+inline int known_here(int x) { return x; }
+inline int load_again(const int *address) { return *address; }
+
 constexpr int WARPS = 20, LANES = 32;
 alignas(1024) unsigned char memory[227 * 1024];
 
