@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from stagecoach import LLM, RequestOutput, SamplingParams
-from stagecoach.demo.evaluation import render_prompt
+from stagecoach.demo.evaluation import EvaluationReport, evaluate_model, render_prompt
 from stagecoach.demo.tasks import ALL_FAMILIES, generate
 from stagecoach.schedule.speculation_stats import SpeculationStats, tokens_per_round
 
@@ -30,6 +30,31 @@ class Answers(NamedTuple):
         )
         assert mean is not None, "nothing was verified"
         return mean
+
+
+def evaluate(
+    *, limit: int, seed: int, num_fewshot: int, max_num_seqs: int, **options: Any
+) -> EvaluationReport:
+    """Scores of two task families in float64, where neither batches nor stages decide a token."""
+    with LLM(
+        "demo",
+        dtype="float64",
+        distributed_executor_backend="uni",
+        num_threads=1,
+        max_model_len=2048,
+        max_num_seqs=max_num_seqs,
+        show_progress=False,
+        log_level="warning",
+        **options,
+    ) as llm:
+        return evaluate_model(
+            llm,
+            families=("tool_calls", "multi_turn"),
+            limit=limit,
+            seed=seed,
+            max_tokens=64,
+            num_fewshot=num_fewshot,
+        )
 
 
 def answer(**options: Any) -> Answers:

@@ -146,7 +146,11 @@ def main() -> None:
         print(f"{name:18}{planned:16,} planned {measured:16,} measured {ratio:8.3f}")
     if arguments.out:
         name = arguments.name or arguments.shape + ("-draft" if arguments.draft else "")
-        options = {name: str(value) for name, value in vars(arguments).items()}
+        options = {
+            option: str(value)
+            for option, value in vars(arguments).items()
+            if option not in ("name", "out")
+        }
         write_part(arguments.out, f"memory-{name}", {"options": options, "bytes": results})
 
 

@@ -9,7 +9,7 @@ whose part is missing is null.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.h200 import peer
 from bench.h200.parts import read_parts
@@ -80,29 +80,47 @@ def make_headline(parts: Parts) -> dict[str, dict[str, Any]]:
             for point in (single or {}).get("decode", ())
         }
         headline.add(f"decode_fraction_of_limit_c{concurrency}", one, fractions.get(concurrency))
-    # A run of two stages that was cut short may lack its prompts; another may have them.
-    for part in (two, *(name for name in parts if name.startswith(f"{two}-"))):
-        scaling = _prefill_scaling(single, headline.results(part))
-        if scaling is not None:
-            break
-    headline.add("prefill_pp2_scaling", part, scaling)
+    scaling = _prefill_scaling(parts)
+    headline.add(
+        "prefill_pp2_scaling",
+        scaling.part if scaling else two,
+        scaling.ratio if scaling else None,
+        **({"prompt": scaling.length, "over": scaling.single} if scaling else {}),
+    )
     demo = headline.results("demo")
     headline.add("acceptance_pp2_over_pp1", "demo", _acceptance_ratio(demo))
     return headline.figures
 
 
-def _prefill_scaling(
-    single: dict[str, Any] | None, pipeline: dict[str, Any] | None
-) -> float | None:
-    """Tokens a second of the longest prompt that both ran, two stages over one."""
-    if not single or not pipeline:
-        return None
-    rates = [
-        {point["length"]: point["tokens_per_second"] for point in engine["prefill"]}
-        for engine in (single, pipeline)
+class Scaling(NamedTuple):
+    """Tokens a second of one prompt, two stages over one."""
+
+    length: int
+    part: str
+    single: str  # part of one stage
+    ratio: float
+
+
+def _prefill_scaling(parts: Parts) -> Scaling | None:
+    """Of the longest prompt that both ran.
+
+    A run that was cut short may lack its prompts; another, with a name that goes on, may have them.
+    """
+    rates = {
+        name: {point["length"]: point["tokens_per_second"] for point in part["results"]["prefill"]}
+        for name, part in parts.items()
+        if name.startswith((engine_part(1, 1), engine_part(2, 1)))
+    }
+    found = [
+        Scaling(length, part, single, rate / rates[single][length])
+        for single in sorted(rates)
+        for part in sorted(rates)
+        if single.startswith(engine_part(1, 1)) and part.startswith(engine_part(2, 1))
+        for length, rate in rates[part].items()
+        if length in rates[single]
     ]
-    longest = max(rates[0].keys() & rates[1].keys(), default=None)
-    return None if longest is None else rates[1][longest] / rates[0][longest]
+    # The first of the longest: names without an ending come first.
+    return max(found, key=lambda item: item.length, default=None)
 
 
 def _acceptance_ratio(demo: dict[str, Any] | None) -> float | None:

@@ -22,7 +22,12 @@ from bench.kernels.timing import (
     relative_error,
     run_command,
 )
-from stagecoach.config.draft import DraftConfig, load_draft_config, parse_draft_config
+from stagecoach.config.draft import (
+    DraftConfig,
+    DraftMlaConfig,
+    load_draft_config,
+    parse_draft_config,
+)
 from stagecoach.draft.drafter import DSparkDrafter
 from stagecoach.draft.load import fill_draft
 from stagecoach.draft.model import DraftModel
@@ -264,6 +269,9 @@ def _time_draft(report: Report, name: str, timed: _Timed, num_blocks: int) -> No
     context_bytes = config.num_layers * num_blocks * CONTEXT * width * 2
     markov_bytes = NUM_DRAFTS * config.vocab_size * (config.markov_rank * 2 + 8 * num_blocks)
     pass_bytes = layer_bytes + context_bytes + timed.head_bytes
+    num_rows = num_blocks * NUM_DRAFTS
+    # A product for each value of a matrix and row; weights are of two bytes.
+    pass_flops = num_rows * (layer_bytes + timed.head_bytes + _attention_flops(config))
     calls: dict[str, tuple[Callable[[], object], int | None]] = {
         "context": (partial(drafter.write_context, taps_TNH, step, cache_YRD), None),
         "block pass": (partial(drafter.propose, blocks, cache_YRD, None), pass_bytes),
@@ -278,8 +286,18 @@ def _time_draft(report: Report, name: str, timed: _Timed, num_blocks: int) -> No
     }
     for label, (call, num_bytes) in calls.items():
         microseconds = graph_time_us(call, iterations=4, repeats=3)
-        limit = None if num_bytes is None else limit_us(num_bytes)
+        limit = None if num_bytes is None else limit_us(num_bytes, pass_flops)
         report.time(f"draft {name} {label}", microseconds, limit)
+
+
+def _attention_flops(config: DraftConfig) -> int:
+    """Of one row of a block, over its context, in all layers."""
+    attention = config.attention
+    if isinstance(attention, DraftMlaConfig):
+        width = attention.cache_row_width + attention.kv_lora_rank
+    else:
+        width = 2 * attention.head_dim
+    return config.num_layers * 2 * attention.num_heads * CONTEXT * width
 
 
 if __name__ == "__main__":

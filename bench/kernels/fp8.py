@@ -44,7 +44,7 @@ SIZES = [
     (10_752, 7168),
 ]
 ODD_SIZES = [(37, 72), (130, 200), (50, 1030)]
-VECTOR_CUTS = [Fp8VectorTiles(*cut) for cut in ((8, 2), (4, 4), (2, 4), (4, 2), (8, 4))]
+VECTOR_CUTS = [Fp8VectorTiles(*cut) for cut in ((8, 2), (4, 4), (2, 4), (8, 4), (8, 8))]
 CUTS = [
     Fp8Tiles(16, 64, 128, 1, 4, 4),
     Fp8Tiles(16, 64, 128, 2, 4, 4),
@@ -53,19 +53,7 @@ CUTS = [
     Fp8Tiles(16, 32, 256, 2, 4, 4),
     Fp8Tiles(16, 128, 128, 4, 8, 4),
 ]
-FEW_ROWS_CUTS = [Fp8ProductTiles(0, 1, cluster) for cluster in (1, 2, 4, 8)]
-MANY_ROWS_CUTS = [
-    Fp8ProductTiles(*cut)
-    for cut in (
-        (128, 2, 1),
-        (128, 2, 2),
-        (128, 2, 4),
-        (64, 2, 1),
-        (64, 2, 2),
-        (64, 1, 1),
-        (64, 1, 2),
-    )
-]
+CLUSTERS = (1, 2, 4, 8)
 
 
 def draw(num_outputs: int, num_inputs: int) -> Fp8Weight:
@@ -106,17 +94,15 @@ def check_products(report: Report) -> None:
                 name = f"{num_rows} x {num_outputs} x {num_inputs}, {tuple(cut)}"
                 out_TO = multiply_fp8(*rows, weight, cut)
                 report.check(name, relative_error(out_TO, expected_TO), 4e-3)
-            for cluster in (1, 2, 4, 8):
+            for cluster in CLUSTERS:
                 name = f"1 x {num_outputs} x {num_inputs}, quantised on the way, {cluster}"
                 out_TO = multiply_one_row(x_TI[:1], weight, cluster)
                 report.check(name, relative_error(out_TO, expected_TO[:1]), 4e-3)
 
 
 def product_cuts(num_rows: int) -> list[Fp8ProductTiles]:
-    if num_rows > 64:
-        return MANY_ROWS_CUTS
-    rows = next(rows for rows in (8, 32, 64) if num_rows <= rows)
-    return [cut._replace(rows=rows) for cut in FEW_ROWS_CUTS]
+    rows = next((rows for rows in (8, 32) if num_rows <= rows), 64)
+    return [Fp8ProductTiles(rows, cluster) for cluster in CLUSTERS]
 
 
 def expected_product(x_TI: Tensor, weight: Fp8Weight) -> Tensor:
@@ -191,6 +177,7 @@ def time(report: Report) -> None:
         calls += [partial(linear, x_TI[:rows], weight) for rows in (1, 8, 64)]
         calls += [partial(linear, x_TI[:rows], weight.weight.bfloat16()) for rows in (1, 8)]
         calls += [partial(quantize_rows, x_TI)]
+        calls += [partial(fp8_cuda.one_row, x_TI[:1], weight, cut) for cut in VECTOR_CUTS]
     compile_together(calls)
     time_square(report)
     for num_rows in (1, 8, 32, 64, 128, 256, 512, 2048, 8192):
@@ -231,14 +218,14 @@ def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: in
     products: dict[str, Callable[[Fp8Weight], Tensor]] = {"linear": partial(linear, x_TI)}
     products["quantize"] = lambda _: quantize_rows(x_TI)[0]
     if num_rows == 1:
-        tiles = fp8_cuda.choose_fp8_vector_tiles(num_inputs)
-        products["vector"] = partial(_one_row, x_TI, tiles)
-        for cluster in (1, 2, 4, 8):
+        for cut in VECTOR_CUTS:
+            products[f"vector {tuple(cut)}"] = partial(_one_row, x_TI, cut)
+        for cluster in CLUSTERS:
             products[f"one row, {cluster}"] = partial(_one_row_product, x_TI, cluster)
     elif num_rows <= 64:
         blocks = fp8_cuda.choose_fp8_tiles(num_rows, num_outputs, num_inputs, x_TI.dtype)
         products["blocks"] = partial(_by_blocks, x_TI, blocks)
-    for cut in product_cuts(num_rows):
+    for cut in product_cuts(num_rows) if num_rows <= 512 else []:
         products[str(tuple(cut))] = partial(_by_product, x_TI, cut)
     if num_rows > 1:
         products["torch"] = partial(fp8_cuda.by_torch, x_TI)
@@ -253,6 +240,7 @@ def time_product(report: Report, num_rows: int, num_outputs: int, num_inputs: in
     times["bfloat16"] = graph_time_us([partial(_plain, x_TI, weight_OI) for weight_OI in plain])
     if "linear" in times:
         report.time(f"{name} linear", times["linear"], limit)
+    report.time(f"{name} bfloat16", times["bfloat16"])
     ranked = sorted(times, key=times.__getitem__)
     print("    " + "; ".join(f"{key} {times[key]:.2f}" for key in ranked), flush=True)
 

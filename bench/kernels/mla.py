@@ -1,11 +1,11 @@
 """Latent attention and the drafter's block attention on a GPU: `check` and `time`.
 
 `check` compares with the references on the CPU; `time` prints both forms of decoding beside the
-limit: cache rows read once, or the products of the matrix units. `fp8` is the same for E4M3 rows.
+limit: cache rows read once, or the products of the matrix units. E4M3 rows: `mla_fp8.py`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -13,29 +13,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.kernels.mla_cases import GROUPED_ROWS, LATENT_ROWS, check_cases
+from bench.kernels.mla_cases import check_cases
 from bench.kernels.timing import Report, graph_time_us, limit_us, relative_error, run_command
-from stagecoach.kernels.block_attention.cuda import attend_blocks
 from stagecoach.kernels.mla import cuda
 from stagecoach.kernels.mla.split_cuda import SplitTile, split_tile
 from stagecoach.kernels.quantization import FP8_DTYPE
-from stagecoach.kernels.ragged import PackedBlocks, PackedGroup, RowLayout
+from stagecoach.kernels.ragged import PackedGroup
 
-_PAGE_SIZE = 64
+PAGE_SIZE = 64
 
 
-def _check_case(number: int) -> int:
+def check_case(case: Callable[[Report], None]) -> int:
     """One case in a process of its own, so that several compile at a time."""
-    torch.manual_seed(number)
+    torch.manual_seed(0)
     torch.set_num_threads(2)
     report = Report()
-    check_cases()[number](report)
+    case(report)
     return report.exit_status
 
 
 def run_check(report: Report) -> None:
+    check_together(report, check_cases())
+
+
+def check_together(report: Report, cases: Sequence[Callable[[Report], None]]) -> None:
+    """Cases side by side, each in a process of its own."""
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_check_case, number) for number in range(len(check_cases()))]
+        jobs = [pool.submit(check_case, case) for case in cases]
         for number, job in enumerate(jobs):
             error = job.exception(timeout=100)
             if error is not None:
@@ -68,7 +72,7 @@ class DecodeInputs(NamedTuple):
 
 
 def _decode_inputs(shape: DecodeShape) -> DecodeInputs:
-    pages = shape.context // _PAGE_SIZE
+    pages = shape.context // PAGE_SIZE
     num_bytes = shape.requests * shape.context * (576 if shape.is_fp8 else 1152)
     num_copies = max(1, min(8, -(-150_000_000 // num_bytes)))
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -100,11 +104,11 @@ def _decode_inputs(shape: DecodeShape) -> DecodeInputs:
                 num_drafts_B=full_B * 0 + shape.window - 1,
                 first_pages_B=arange_B[:-1] * pages,
                 pages_P=table.int(),
-                block_size=_PAGE_SIZE,
+                block_size=PAGE_SIZE,
                 num_context=shape.requests * shape.context,
             )
         )
-    cache_RD = normal((1 + num_copies * shape.requests * pages) * _PAGE_SIZE, 576)
+    cache_RD = normal((1 + num_copies * shape.requests * pages) * PAGE_SIZE, 576)
     if shape.is_fp8:
         cache_RD = cache_RD.to(FP8_DTYPE)
     return DecodeInputs(
@@ -112,9 +116,9 @@ def _decode_inputs(shape: DecodeShape) -> DecodeInputs:
     )
 
 
-def _compile_decode(shape: DecodeShape) -> None:
+def compile_decode(shape: DecodeShape) -> None:
     """In a process of its own, so that several compile at a time; the cache on disk keeps them."""
-    inputs = _decode_inputs(shape._replace(context=_PAGE_SIZE))
+    inputs = _decode_inputs(shape._replace(context=PAGE_SIZE))
     group = inputs.groups[0]._replace(max_context=shape.context)
     cuda.mla_decode(inputs.q_THC, inputs.q_THP, inputs.cache_RD, group, 0.05, _triton_tile(shape))
     torch.cuda.synchronize()
@@ -159,7 +163,7 @@ _TABLE = (
 )
 
 
-def _time_decode(
+def time_decode(
     report: Report, shape: DecodeShape, window_rows: tuple[int, ...], *, has_triton: bool
 ) -> None:
     inputs = _decode_inputs(shape)
@@ -247,80 +251,12 @@ def time_prefill(report: Report) -> None:
         report.time(f"prefill {shape.requests}x{shape.length}", microseconds, shape.limit)
 
 
-_FP8 = tuple(
-    (shape._replace(is_fp8=True), window_rows)
-    for shape, window_rows in (
-        (DecodeShape(8, 32_768, 32, 1), (32,)),
-        (DecodeShape(8, 131_072, 32, 1), (32,)),
-        (DecodeShape(8, 32_768, 12, 1), (32,)),
-        (DecodeShape(8, 131_072, 96, 1), (48,)),
-        (DecodeShape(64, 1_024, 12, 1), (32,)),
-        (DecodeShape(64, 1_024, 32, 1), (32,)),
-        (DecodeShape(8, 8_192, 32, 8), (64,)),
-    )
-)
-
-
-def run_fp8(report: Report) -> None:
-    """Decode over E4M3 rows in both forms, over bfloat16 rows in CUDA; blocks over both."""
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile_decode, [shape for shape, _ in _FP8]))
-    for shape, window_rows in _FP8:
-        plain = shape._replace(is_fp8=False)
-        _time_decode(report, plain, window_rows, has_triton=shape.heads == 12)
-        _time_decode(report, shape, window_rows, has_triton=True)
-    for layout, num_heads in ((LATENT_ROWS, 32), (GROUPED_ROWS, 32)):
-        for dtype in (torch.bfloat16, FP8_DTYPE):
-            _time_blocks(report, layout, num_heads, dtype)
-
-
-def _time_blocks(report: Report, layout: RowLayout, num_heads: int, dtype: torch.dtype) -> None:
-    """A drafter's blocks of seven tokens after 8 contexts of 32,768."""
-    num_blocks, context, num_tokens = 8, 32_768, 7
-    num_pages = num_blocks * context // _PAGE_SIZE
-    key_width = layout.key_width + layout.second_width
-    width = layout.num_groups * (key_width + layout.value_width * layout.has_own_values)
-    pages_P = (1 + torch.randperm(num_pages, device="cuda")).int()
-    ones_N = torch.ones(num_blocks, dtype=torch.int32, device="cuda")
-    first_pages_N = torch.arange(num_blocks, dtype=torch.int32, device="cuda") * (
-        context // _PAGE_SIZE
-    )
-    blocks = PackedBlocks(
-        num_blocks=num_blocks,
-        max_context=context,
-        anchor_ids_N=ones_N,
-        starts_N=ones_N * context,
-        is_real_N=ones_N,
-        first_pages_N=first_pages_N,
-        pages_P=pages_P,
-        block_size=_PAGE_SIZE,
-    )
-    cache_RX = torch.randn(
-        (num_pages + 1) * _PAGE_SIZE, width, device="cuda", dtype=torch.bfloat16
-    ).to(dtype)
-    q_NKHD = torch.randn(
-        num_blocks, num_tokens, num_heads, key_width, device="cuda", dtype=torch.bfloat16
-    )
-    own_NKX = torch.randn(num_blocks, num_tokens, width, device="cuda", dtype=torch.bfloat16)
-    rows = num_blocks * num_tokens * num_heads
-    limit = limit_us(
-        num_blocks * context * width * cache_RX.element_size(),
-        2.0 * rows * context * (key_width + layout.value_width),
-    )
-    microseconds = graph_time_us(
-        lambda: attend_blocks(q_NKHD, cache_RX, own_NKX, blocks, layout, 0.05), 8, 3
-    )
-    kind = "E4M3" if dtype == FP8_DTYPE else "bfloat16"
-    name = f"blocks {num_blocks}x{context} H{num_heads} G{layout.num_groups} {kind}"
-    report.time(name, microseconds, limit)
-
-
 def run_time(report: Report) -> None:
     tiles = sorted({rows for _, window_rows in (*_HEADLINES, *_TABLE) for rows in window_rows})
     good = set()
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         checks = {rows: pool.submit(_check_window, rows) for rows in tiles}
-        jobs = [pool.submit(_compile_decode, shape) for shape, _ in _HEADLINES]
+        jobs = [pool.submit(compile_decode, shape) for shape, _ in _HEADLINES]
         jobs += [pool.submit(_compile_prefill, shape) for shape in _PREFILLS]
         for rows, check in checks.items():
             error = check.exception(timeout=60)
@@ -337,10 +273,10 @@ def run_time(report: Report) -> None:
     for cases, has_triton in ((_HEADLINES, True), (_TABLE, False)):
         for shape, window_rows in cases:
             right = tuple(rows for rows in window_rows if rows in good)
-            _time_decode(report, shape, right, has_triton=has_triton)
+            time_decode(report, shape, right, has_triton=has_triton)
     time_prefill(report)
     time_rest(report)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("mla", __doc__, {"check": run_check, "time": run_time, "fp8": run_fp8}))
+    sys.exit(run_command("mla", __doc__, {"check": run_check, "time": run_time}))

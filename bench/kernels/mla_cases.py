@@ -385,7 +385,7 @@ def _window_cases() -> list[Callable[[Report], None]]:
     ]
 
 
-def _fp8_cases() -> list[Callable[[Report], None]]:
+def fp8_cases() -> list[Callable[[Report], None]]:
     """Those of a cache of E4M3."""
     cached = CacheRows(dtype=FP8_DTYPE)
     decode = partial(check_decode, dtype=torch.bfloat16, cached=cached)
@@ -418,7 +418,7 @@ def _fp8_cases() -> list[Callable[[Report], None]]:
 
 
 def check_cases() -> list[Callable[[Report], None]]:
-    cases: list[Callable[[Report], None]] = [check_capture, *_window_cases(), *_fp8_cases()]
+    cases: list[Callable[[Report], None]] = [check_capture, *_window_cases(), *fp8_cases()]
     for dtype in (torch.float32, torch.bfloat16):
         for heads in (24,) if dtype == torch.float32 else (32, 24, 12, 96):
             cases += [

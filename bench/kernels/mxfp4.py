@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -47,15 +48,17 @@ _BYTES_PER_WEIGHT = 0.5 + 1 / 32
 # Candidates, and the tokens that they are timed with.
 CUTS = [
     ((8192,), ManyTiles(256, 96, 160, 2)),
-    ((8192,), ManyTiles(192, 64, 128, 2)),
-    ((8192, 4096, 2048), ManyTiles(128, 48, 96, 2)),
-    ((2048, 1024, 256), ManyTiles(64, 16, 32, 2)),
-    ((1024, 256, 64), ManyTiles(32, 8, 16, 2)),
+    ((8192,), ManyTiles(176, 96, 144, 4, 2)),
+    ((8192,), ManyTiles(160, 96, 128, 4, 2)),
+    ((4096, 2048), ManyTiles(128, 64, 96, 4, 2)),
+    ((2048, 1024), ManyTiles(64, 32, 64, 4, 2)),
+    ((2048, 1024), ManyTiles(64, 16, 32, 2)),
+    ((1024, 256), ManyTiles(32, 16, 16, 4)),
     ((256, 64, 8), ManyTiles(16, 8, 16, 4)),
-    ((256, 64, 8), ManyTiles(16, 8, 16, 2)),
-    ((64, 8), ManyTiles(8, 8, 8, 4)),
 ]
-_FEW = [FewTiles(is_sorted=is_sorted, most_distinct=64) for is_sorted in (False, True)]
+# Whether pairs are sorted, warps of a block, chunks on their way, and blocks of a processor.
+_FEW_FORMS = ((False, 4, 4, 4), (True, 4, 4, 4), (True, 8, 2, 3), (True, 8, 3, 2))
+_FEW = [FewTiles(is_sorted, 64, *form) for is_sorted, *form in _FEW_FORMS]
 
 
 def draw(*sizes: int) -> Mxfp4Weight:
@@ -98,6 +101,7 @@ def check(report: Report) -> None:
             check_experts(report, shape, experts, num_tokens, torch.bfloat16, 1e-2)
         for num_tokens in tokens[:2]:
             check_experts(report, shape, experts, num_tokens, torch.float32, 2e-5)
+    check_order(report)
     check_scales(report)
     check_cuts(report)
     check_replay(report)
@@ -123,6 +127,26 @@ def check_experts(
     report.check(f"{shape.name}, {num_tokens} tokens, {dtype}", error, tolerance)
     rest = (out_TL[num_tokens:] != 0).float().mean().item()
     report.check(f"{shape.name}, {num_tokens} tokens: nobody's", rest, 0.0)
+
+
+def check_order(report: Report) -> None:
+    """Pairs of a block, of several and of very many, some of them nobody's."""
+    shape = KIMI_K3._replace(num_experts=896)
+    for num_tokens in (1, 8, 30, 33, 1024, 8192):
+        ids_TK = make_choice(shape, num_tokens, num_tokens)[1]
+        ids_TK[num_tokens - num_tokens // 4 :] = -1
+        poison()
+        order = sorted_pairs.sort_pairs(ids_TK, shape.num_experts, 64)
+        keys_P = torch.where(ids_TK < 0, shape.num_experts, ids_TK).flatten()
+        expected_P = keys_P.sort(stable=True).indices[: int((ids_TK >= 0).sum())]
+        counts_E = keys_P.bincount(minlength=shape.num_experts + 1)[:-1]
+        num_tiles = (counts_E + 63) // 64
+        num_other = (order.pairs_P[: len(expected_P)] != expected_P).sum()
+        num_other += (order.offsets_E1.diff() != counts_E).sum()
+        num_other += order.num_tiles_1[0] != num_tiles.sum()
+        experts_M = torch.arange(len(num_tiles), device="cuda").repeat_interleave(num_tiles)
+        num_other += (order.tile_experts_M[: len(experts_M)] != experts_M).sum()
+        report.check(f"order, {num_tokens} tokens", float(num_other), 0.0)
 
 
 def check_scales(report: Report) -> None:
@@ -168,11 +192,12 @@ def check_cuts(report: Report) -> None:
         calls: list[Callable[[], Tensor]] = [
             *(partial(packed.by_tiles, *inputs, cut) for cut in sorted_cuts),
             *(partial(many.by_many, *inputs, cut) for cut in many_cuts),
-            *(partial(packed.by_few, *inputs, few) for few in _FEW),
         ]
-        names = [str(tuple(cut)) for cut in (*sorted_cuts, *many_cuts, *_FEW)]
         failures = compile_together(calls)
-        for name, call, failure in zip(names, calls, failures, strict=True):
+        # These share what the first one of them compiles.
+        calls += [partial(packed.by_few, *inputs, few) for few in _FEW]
+        names = [str(tuple(cut)) for cut in (*sorted_cuts, *many_cuts, *_FEW)]
+        for name, call, failure in zip_longest(names, calls, failures, fillvalue=""):
             if failure:
                 print(f"{name}: {failure}", flush=True)
             error = math.inf if failure else relative_error(call(), expected_TL)
@@ -244,22 +269,34 @@ def time_parts(
 ) -> None:
     """Both products, in the form that the door takes."""
     num_pairs = inputs[0][2].numel()
-    gate_limit, down_limit = limits(shape, inputs)
-    few = few_tiles(num_pairs, shape.num_experts)
-    tiles = many_tiles(num_pairs, shape.num_experts)
+    few = few_tiles(num_pairs, shape.num_experts, has_many=True)
     if few is None:
-        time_many(report, shape, experts, inputs, tiles)
-        return
+        time_many(report, shape, experts, inputs, many_tiles(num_pairs, shape.num_experts))
+    else:
+        time_few(report, shape, experts, inputs, few)
+
+
+def time_few(
+    report: Report,
+    shape: Shape,
+    experts: PackedExperts,
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+    few: FewTiles,
+) -> None:
+    """Both products by `mxfp4.cu`."""
+    num_tokens = len(inputs[0][0])
+    gate_limit, down_limit = limits(shape, inputs)
     gates, downs = [], []
     for x, _, ids in inputs:
         order = None
         if few.is_sorted:
             order = sorted_pairs.sort_pairs(ids, shape.num_experts, FEW_PAIRS)
-        product = torch.randn(num_pairs, shape.width, device="cuda").bfloat16()
+        product = torch.randn(ids.numel(), shape.width, device="cuda").bfloat16()
         gates.append(partial(packed.few_gate_up, x, ids, order, experts, few))
         downs.append(partial(packed.few_down, product, ids, order, experts, few))
-    time_calls(report, f"  gate_up {few}"[:60], gates, gate_limit)
-    time_calls(report, f"  down {few}"[:60], downs, down_limit)
+    name = f"{num_tokens} tokens, {tuple(few)}"
+    time_calls(report, f"  gate_up {name}", gates, gate_limit)
+    time_calls(report, f"  down {name}", downs, down_limit)
 
 
 def time_many(
@@ -284,7 +321,7 @@ def time_many(
 
 
 def time_cuts(report: Report) -> None:
-    """Candidates of `mxfp4_many.cu`."""
+    """Candidates of `mxfp4_many.cu`, and forms of `mxfp4.cu`."""
     shape = KIMI_K3_TP8._replace(num_experts=896)
     experts = make_packed(shape)
     for num_tokens in sorted({number for numbers, _ in CUTS for number in numbers}, reverse=True):
@@ -292,6 +329,12 @@ def time_cuts(report: Report) -> None:
         for numbers, cut in CUTS:
             if num_tokens in numbers:
                 time_many(report, shape, experts, inputs, cut)
+        few = few_tiles(inputs[0][2].numel(), shape.num_experts, has_many=False)
+        if few is not None:
+            for is_sorted, *form in _FEW_FORMS:
+                if is_sorted == few.is_sorted:
+                    tiles = FewTiles(is_sorted, few.most_distinct, *form)
+                    time_few(report, shape, experts, inputs, tiles)
 
 
 if __name__ == "__main__":

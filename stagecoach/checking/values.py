@@ -5,7 +5,7 @@ are stored; that a part of a file was never written shows as a tensor of zeros.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from stagecoach.checking.verdict import CheckFailedError
 from stagecoach.model.checkpoint_reader import CheckpointReader, Naming, name_list
 from stagecoach.model.read_ahead import PartRead, read_ahead
+from stagecoach.model.shard_file import WantedPart
 from stagecoach.model.slot_reads import SERIAL_VALUES
 from stagecoach.model.weight_formats import PACKED, SCALE
 from stagecoach.model.weight_upload import PIECE_BYTES, WeightUpload
@@ -60,14 +61,15 @@ class ScannedReader(CheckpointReader):
         """Tensors that were looked at."""
         return len(self._ranges)
 
-    def read(self, name: str, region: tuple[slice, ...], into: Tensor | None = None) -> Tensor:
-        part = super().read(name, region, into)
-        if self._is_scanning and part.numel():
-            seen = _range(part)
-            with self._lock:
-                before = self._ranges.get(name)
-                self._ranges[name] = seen if before is None else before.joined(seen)
-        return part
+    def read_parts(self, wanted: Sequence[WantedPart]) -> list[Tensor]:
+        tensors = super().read_parts(wanted)
+        for part, tensor in zip(wanted, tensors, strict=True):
+            if self._is_scanning and tensor.numel():
+                seen = _range(tensor)
+                with self._lock:
+                    before = self._ranges.get(part.name)
+                    self._ranges[part.name] = seen if before is None else before.joined(seen)
+        return tensors
 
     def judge(self) -> str:
         """One line on all that was read.

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -85,6 +85,12 @@ def run_worker(
     _use_threads(config, contact.hosts.count(contact.hosts[worker.rank]))
     port = ZmqWorkerPort(contact.plan_channel, worker.rank, contact.keys)
     status = 0
+
+    def give_up(error: Exception) -> None:
+        _report(port, worker, error, generation)
+        port.close(has_last_words=True)
+        os._exit(1)
+
     try:
         _flush_subnormals()
         device = _use_device(config, contact.place_on_host(worker.rank))
@@ -92,7 +98,7 @@ def run_worker(
             renewable = RenewableLinks(
                 worker,
                 Topology.of(config.engine),
-                lambda number: _connect(config, worker, contact, number, device, port),
+                lambda number: _connect(config, worker, contact, number, device, give_up),
                 # What a GPU has begun waits for others for ever.
                 process_links.disconnect if device.type == "cpu" else None,
             )
@@ -101,14 +107,14 @@ def run_worker(
                 generation
             )
         else:
-            links = _connect(config, worker, contact, generation, device, port)
+            links = _connect(config, worker, contact, generation, device, give_up)
             Worker(config, worker, links, port, clock=contact.clock).run()
         process_links.disconnect()
     except Exception as error:  # noqa: BLE001 - the process ends here and says why
-        _report(port, worker, error)
+        _report(port, worker, error, generation)
         status = 1
     finally:
-        port.close()
+        port.close(has_last_words=status > 0)
     if config.device == "cuda":
         # Freeing what is on a GPU waits for it, and it may wait for a neighbour that is gone.
         os._exit(status)
@@ -162,7 +168,7 @@ def _connect(
     contact: Contact,
     generation: int,
     device: "torch.device",
-    port: WorkerPort,
+    give_up: Callable[[Exception], None],
 ) -> "Links":
     """This worker's links of one generation; this process ends where they take too long.
 
@@ -171,7 +177,7 @@ def _connect(
     """
     from stagecoach.pipeline import process_links
 
-    with _within(contact.rendezvous.timeout_seconds, port, worker):
+    with _within(contact.rendezvous.timeout_seconds, give_up):
         return process_links.connect(
             worker,
             Topology.of(config.engine),
@@ -183,19 +189,13 @@ def _connect(
 
 
 @contextmanager
-def _within(seconds: float, port: WorkerPort, worker: WorkerId) -> Iterator[None]:
+def _within(seconds: float, give_up: Callable[[Exception], None]) -> Iterator[None]:
     """End this process with a word where links take longer: a library may wait in vain for ever."""
-
-    def give_up() -> None:
-        text = (
-            f"the workers did not find each other within {seconds:g} s "
-            f"({option('distributed_timeout_seconds')})"
-        )
-        _report(port, worker, RendezvousError(text))
-        port.close()
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
+    text = (
+        f"the workers did not find each other within {seconds:g} s "
+        f"({option('distributed_timeout_seconds')})"
+    )
+    timer = threading.Timer(seconds, give_up, [RendezvousError(text)])
     timer.daemon = True
     timer.start()
     try:
@@ -204,11 +204,12 @@ def _within(seconds: float, port: WorkerPort, worker: WorkerId) -> Iterator[None
         timer.cancel()
 
 
-def _report(port: WorkerPort, worker: WorkerId, error: Exception) -> None:
+def _report(port: WorkerPort, worker: WorkerId, error: Exception, generation: int = 0) -> None:
     if not isinstance(error, StagecoachError):
         _logger.error("%s failed", worker.name, exc_info=error)
     reason = str(error) or repr(error)
-    port.send(WorkerFailed(worker=worker.name, kind=type(error).__name__, reason=reason))
+    kind = type(error).__name__
+    port.send(WorkerFailed(worker=worker.name, kind=kind, reason=reason, generation=generation))
 
 
 def _set_environment(config: ResolvedConfig, contact: Contact) -> None:

@@ -368,10 +368,9 @@ class EngineLoop:
                 case LinkBroken(worker=worker, reason=reason):
                     raise WorkerDiedError(f"{worker}: {reason}")
                 case WorkerFailed() as failed:
-                    error = worker_error(failed)
-                    if self._recovery is not None:
-                        self._recovery.note_failed(received[0], str(error))
-                    raise error
+                    recovery = self._recovery
+                    if recovery is None or recovery.note_failed(received[0], failed):
+                        raise worker_error(failed)
 
     def _seconds_to_answer(self) -> float | None:
         """How long the oldest plan in flight may still take; None if there is none.

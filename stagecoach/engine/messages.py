@@ -344,6 +344,7 @@ class WorkerFailed(Message):
     worker: str
     kind: str
     reason: str
+    generation: int = 0  # that its process was started for
 
 
 ToEngine = (

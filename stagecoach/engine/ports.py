@@ -67,8 +67,6 @@ class WorkerPort(Protocol):
 
     def send(self, message: FromWorker) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class ClientPort(Protocol):
     """One client's side: `send` from any thread, `receive` from one."""
@@ -200,9 +198,10 @@ class ZmqWorkerPort:
     def send(self, message: FromWorker) -> None:
         self._socket.send(messages.encode(message))
 
-    def close(self) -> None:
-        # Last words (WorkerFailed) may be for a loop that is still starting.
-        self._context.destroy(linger=3000)
+    def close(self, *, has_last_words: bool = False) -> None:
+        """With last words (WorkerFailed): wait some seconds for the loop to take them."""
+        # They may be for a loop that is still starting; other answers nobody may wait for.
+        self._context.destroy(linger=3000 if has_last_words else 0)
 
 
 class ZmqClientPort:
@@ -336,8 +335,8 @@ class QueueWorkerPort:
     def send(self, message: FromWorker) -> None:
         self._hub.reply(self._rank, message)
 
-    def close(self) -> None:
-        return
+    def close(self, *, has_last_words: bool = False) -> None:
+        """Nothing is on its way: what was said is there."""
 
 
 def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, identity: bytes | None = None):  # type: ignore[no-untyped-def]

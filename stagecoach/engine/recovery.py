@@ -102,10 +102,13 @@ class Recovery:
             self._lost |= lost
             self._reasons.append(message.reason)
 
-    def note_failed(self, rank: int, reason: str) -> None:
-        """A worker has said that it ends."""
+    def note_failed(self, rank: int, failed: WorkerFailed) -> bool:
+        """A worker has said that it ends; False if it has been replaced by now."""
+        if failed.generation != self._started[rank]:
+            return False
         self._lost.add(rank)
-        self._reasons.append(reason)
+        self._reasons.append(str(worker_error(failed)))
+        return True
 
     def check(self) -> None:
         """
@@ -254,9 +257,8 @@ class Recovery:
             ConfigError, CheckpointError: its refusal.
         """
         error = worker_error(failed)
-        if not isinstance(error, WorkerDiedError):
+        if self.note_failed(rank, failed) and not isinstance(error, WorkerDiedError):
             raise error
-        self.note_failed(rank, str(error))
 
     def _hanging(self, ranks: Collection[int]) -> set[int]:
         """Of those that do not answer, the ones that may hold up the rest.

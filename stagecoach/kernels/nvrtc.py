@@ -179,7 +179,7 @@ class CudaKernel:
             config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
             config.sharedMemBytes = shared_bytes
             config.hStream = stream
-            config.attrs = _launch_attributes(cluster, is_dependent)
+            config.attrs = _launch_attributes(cluster, is_dependent=is_dependent)
             config.numAttrs = len(config.attrs)
             function = self._function
             _value(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
@@ -229,7 +229,7 @@ def _bindings() -> ModuleType:
 
 
 @cache
-def _launch_attributes(cluster: int, is_dependent: bool) -> list[Any]:
+def _launch_attributes(cluster: int, *, is_dependent: bool) -> list[Any]:
     driver = _bindings().driver
     attributes = []
     if cluster > 1:

@@ -7,7 +7,8 @@ module.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from stagecoach.errors import CheckpointError
 from stagecoach.json_file import read_json_object
-from stagecoach.model.shard_file import ShardFile, StoredExtent, read_names
+from stagecoach.model.shard_file import ShardFile, StoredExtent, WantedPart, read_names
 
 TEXT_PREFIX = "language_model."
 INDEX_NAME = "model.safetensors.index.json"
@@ -128,14 +129,16 @@ class CheckpointReader:
         return self._open(stored).tensors[stored.raw_name]
 
     def read(self, name: str, region: tuple[slice, ...], into: Tensor | None = None) -> Tensor:
-        """A part of a tensor in its stored dtype, contiguous.
+        """As `read_parts`, of one part."""
+        return self.read_parts([WantedPart(name, region, into)])[0]
 
-        Args:
-            region: one slice a dim, with start and stop; empty for all of it.
-            into: uint8 host memory for it, as in `ShardFile.read`; None: fresh memory.
-        """
-        stored = self._stored[name]
-        return self._open(stored).read(stored.raw_name, region, into)
+    def read_parts(self, wanted: Sequence[WantedPart]) -> list[Tensor]:
+        """Parts of tensors in their stored dtypes, contiguous, as `ShardFile.read_parts`."""
+        tensors: list[Tensor] = []
+        for path, parts in groupby(wanted, key=lambda part: self._stored[part.name].path):
+            named = [part._replace(name=self._stored[part.name].raw_name) for part in parts]
+            tensors += self._open(StoredTensor(path, named[0].name)).read_parts(named)
+        return tensors
 
     def open_all(self) -> list[ShardFile]:
         """Every file of the checkpoint, with headers that agree with the index."""

@@ -1,23 +1,23 @@
 """Parts of a checkpoint, read by threads ahead of their consumer, through bounded memory.
 
-Owns the order and how far ahead is read; the buffers are the upload's. Knows no slot: a job is
-whatever the consumer wants together. What goes wrong in a thread is raised where its job is due,
-and nothing waits for jobs that nobody will take.
+Owns the order, what one thread reads together and how far ahead; the buffers are the upload's.
+Knows no slot: a job is whatever the consumer wants together. What goes wrong in a thread is raised
+where what it reads is due, and nothing waits for jobs that nobody will take.
 """
 
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import CheckpointReader
+from stagecoach.model.shard_file import WantedPart
 from stagecoach.model.weight_upload import BUFFER_BYTES, StagingBuffer, WeightUpload
 
 Job = TypeVar("Job")
@@ -77,13 +77,6 @@ class _Batch(NamedTuple, Generic[Job]):
     num_staged: int  # bytes in the buffer
 
 
-class _Outcome(NamedTuple, Generic[Job]):
-    """Jobs that were read, and what kept the one behind them from it."""
-
-    reads: list[ReadPart[Job]]
-    error: CheckpointError | None
-
-
 def read_ahead(
     reader: CheckpointReader,
     jobs: Iterable[tuple[Job, tuple[PartRead, ...]]],
@@ -101,7 +94,7 @@ def read_ahead(
     Raises:
         CheckpointError: a file is missing, damaged or unreadable; names file and tensor.
     """
-    waiting: deque[Future[_Outcome[Job]]] = deque()
+    waiting: deque[Future[list[ReadPart[Job]]]] = deque()
     upload.provide(num_threads + _NUM_SPARE)
     # Of the calling thread: what is written may be a tensor that only this mode may write.
     read = torch.inference_mode(torch.is_inference_mode_enabled())(_read)
@@ -109,11 +102,11 @@ def read_ahead(
         try:
             for batch in _batches(reader, jobs, placement, batch_bytes):
                 if len(waiting) == num_threads + _NUM_SPARE:
-                    yield from _read_jobs(waiting.popleft())
+                    yield from waiting.popleft().result()
                 buffer = upload.take(batch.num_staged)
                 waiting.append(pool.submit(read, reader, batch, buffer, placement))
             while waiting:
-                yield from _read_jobs(waiting.popleft())
+                yield from waiting.popleft().result()
         finally:
             for future in waiting:
                 future.cancel()
@@ -141,13 +134,6 @@ def _batches(
         yield _Batch(planned, num_staged)
 
 
-def _read_jobs(future: Future[_Outcome[Job]]) -> Iterator[ReadPart[Job]]:
-    outcome = future.result()
-    yield from outcome.reads
-    if outcome.error is not None:
-        raise outcome.error
-
-
 def part_bytes(reader: CheckpointReader, part: PartRead) -> int:
     """Of the region in its stored type."""
     extent = reader.extent(part.name)
@@ -163,21 +149,31 @@ def _read(
     batch: _Batch[Job],
     buffer: StagingBuffer,
     placement: Placement[Job] | None,
-) -> _Outcome[Job]:
-    outcome = _Outcome[Job]([], None)
-    for job, parts, homes, starts in batch.jobs:
-        places = homes if homes is not None else [buffer.bytes[start:] for start in starts]
-        try:
-            tensors = tuple(
-                reader.read(part.name, part.region, into)
-                for part, into in zip(parts, places, strict=True)
-            )
-        except CheckpointError as error:
-            return outcome._replace(error=error)
-        is_done = homes is not None or (placement is not None and placement.place(job, tensors))
-        outcome.reads.append(ReadPart(job, () if is_done else tensors, buffer))
+) -> list[ReadPart[Job]]:
+    places = [
+        planned.homes
+        if planned.homes is not None
+        else [buffer.bytes[start:] for start in planned.starts]
+        for planned in batch.jobs
+    ]
+    tensors = iter(
+        reader.read_parts(
+            [
+                WantedPart(part.name, part.region, into)
+                for planned, into_each in zip(batch.jobs, places, strict=True)
+                for part, into in zip(planned.parts, into_each, strict=True)
+            ]
+        )
+    )
     buffer.num_filled = batch.num_staged
-    return outcome
+    reads = []
+    for planned in batch.jobs:
+        parts = tuple(islice(tensors, len(planned.parts)))
+        is_done = planned.homes is not None or (
+            placement is not None and placement.place(planned.job, parts)
+        )
+        reads.append(ReadPart(planned.job, () if is_done else parts, buffer))
+    return reads
 
 
 def _aligned(num_bytes: int) -> int:

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ _MOST_HEADER_BYTES = 100_000_000
 # Pieces of rows that lie closer are read with what is between them: a disk reads pages ahead, and
 # a call costs more than copying the rest.
 _NEAR_BYTES = 16 * 1024
+# Of one call (Linux, UIO_MAXIOV).
+_MOST_SPANS = 1024
 # Of the thread, not of a file: a checkpoint has a hundred files.
 _scratch = threading.local()
 
@@ -64,6 +66,28 @@ class StoredExtent(NamedTuple):
     def row_bytes(self) -> int:
         """Of one step along the first dim."""
         return (self.end - self.start) // max(1, self.shape[0] if self.shape else 1)
+
+
+class WantedPart(NamedTuple):
+    """What to read.
+
+    Attributes:
+        region: one slice a dim, with start and stop; empty for all of it.
+        into: uint8 [bytes] on the host, at least as long as the part; the result lies at its
+            beginning. None: fresh memory.
+    """
+
+    name: str
+    region: tuple[slice, ...]
+    into: Tensor | None
+
+
+class _Span(NamedTuple):
+    """Bytes that lie in one piece on both sides."""
+
+    name: str
+    target: memoryview
+    start: int  # in the file
 
 
 class ShardFile:
@@ -91,68 +115,98 @@ class ShardFile:
             raise CheckpointError(f"{path}: damaged or cut short{purpose} ({error})") from None
 
     def read(self, name: str, region: tuple[slice, ...] = (), into: Tensor | None = None) -> Tensor:
-        """A part of a tensor in its stored dtype, contiguous.
+        """A part of a tensor in its stored dtype, contiguous; as `read_parts`, of one part.
 
         Args:
-            region: one slice a dim, with start and stop; empty for all of it.
-            into: uint8 [bytes] on the host, at least as long as the part; the result lies at its
-                beginning. None: fresh memory.
+            into: None: fresh memory.
+        """
+        return self.read_parts([WantedPart(name, region, into)])[0]
+
+    def read_parts(self, wanted: Sequence[WantedPart]) -> list[Tensor]:
+        """Parts of tensors in their stored dtypes, contiguous.
+
+        Parts that follow each other in the file are read in one call.
 
         Raises:
-            CheckpointError: the file is shorter than it was, or the disk fails.
+            CheckpointError: the file is shorter than it was, or the disk fails; names the tensor.
         """
-        extent = self.tensors[name]
-        dtype = extent.torch_dtype
-        if dtype is None:
-            raise self._error(name, f"has dtype {extent.dtype}, which cannot be read")
-        shape = tuple(span.stop - span.start for span in region) if region else extent.shape
-        num_bytes = prod(shape) * dtype.itemsize
-        if into is None:
-            into = torch.empty(num_bytes, dtype=torch.uint8)
-        part = into[:num_bytes]
-        if num_bytes:
-            self._fill(name, extent, region, part)
-        return part.view(dtype).view(shape)
+        tensors: list[Tensor] = []
+        spans: list[_Span] = []
+        for name, region, into in wanted:
+            extent = self.tensors[name]
+            dtype = extent.torch_dtype
+            if dtype is None:
+                raise self._error(name, f"has dtype {extent.dtype}, which cannot be read")
+            shape = tuple(span.stop - span.start for span in region) if region else extent.shape
+            num_bytes = prod(shape) * dtype.itemsize
+            if into is None:
+                into = torch.empty(num_bytes, dtype=torch.uint8)
+            part = into[:num_bytes]
+            if num_bytes:
+                spans += self._fill(name, extent, region, part)
+            tensors.append(part.view(dtype).view(shape))
+        self._read_spans(spans)
+        return tensors
 
     def _fill(
         self, name: str, extent: StoredExtent, region: tuple[slice, ...], part: Tensor
-    ) -> None:
+    ) -> list[_Span]:
+        """What is to be read into `part`; nothing, where it had to be read and cut."""
         if is_one_piece(extent.shape, region):
             first = extent.start + (region[0].start * extent.row_bytes if region else 0)
-            self._read_at(name, part, first)
-            return
+            return [_Span(name, part.numpy().data, first)]
         rows, *inner = region
         row_bytes = extent.row_bytes
         first = extent.start + rows.start * row_bytes
         num_rows = rows.stop - rows.start
-        part_RB = part.view(num_rows, -1)
+        part_RB = part.numpy().reshape(num_rows, -1)
         if len(inner) == 1 and row_bytes - part_RB.shape[1] >= _NEAR_BYTES:
             item_bytes = row_bytes // extent.shape[1]
             first += inner[0].start * item_bytes
-            for number, row_B in enumerate(part_RB):
-                self._read_at(name, row_B, first + number * row_bytes)
-            return
-        whole = _own_scratch(num_rows * row_bytes)
-        self._read_at(name, whole, first)
+            return [
+                _Span(name, row_B.data, first + number * row_bytes)
+                for number, row_B in enumerate(part_RB)
+            ]
+        whole = _own_scratch(num_rows * row_bytes).numpy()
+        self._read_spans([_Span(name, whole.data, first)])
         # With numpy: an operator of torch would start threads beside the one that it runs in.
         unit = _UNITS[_DTYPES[extent.dtype].itemsize]
-        source = whole.numpy().view(unit).reshape(num_rows, *extent.shape[1:])
+        source = whole.view(unit).reshape(num_rows, *extent.shape[1:])
         target = part.numpy().view(unit)
         target.reshape(num_rows, *(span.stop - span.start for span in inner))[:] = source[
             (slice(None), *inner)
         ]
+        return []
 
-    def _read_at(self, name: str, target: Tensor, start: int) -> None:
-        view = target.numpy().data
-        done = 0
+    def _read_spans(self, spans: Sequence[_Span]) -> None:
+        run: list[_Span] = []
+        end = 0
+        for span in spans:
+            if run and (span.start != end or len(run) == _MOST_SPANS):
+                self._read_run(run)
+                run = []
+            run.append(span)
+            end = span.start + len(span.target)
+        if run:
+            self._read_run(run)
+
+    def _read_run(self, run: Sequence[_Span]) -> None:
+        """Read spans that lie one behind the other in the file."""
+        position, number, done = run[0].start, 0, 0
         try:
-            while done < len(view):
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            while number < len(run):
+                left = [span.target for span in run[number:]]
+                left[0] = left[0][done:]
+                count = os.preadv(self._descriptor, left, position)
                 if not count:
-                    raise self._error(name, "cannot be read (the file was cut short)")
+                    raise self._error(run[number].name, "cannot be read (the file was cut short)")
+                position += count
                 done += count
+                while number < len(run) and done >= len(run[number].target):
+                    done -= len(run[number].target)
+                    number += 1
         except OSError as error:
-            raise self._error(name, f"cannot be read ({error.strerror})") from None
+            raise self._error(run[number].name, f"cannot be read ({error.strerror})") from None
 
     def _error(self, name: str, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {name} {text}")

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,10 @@ from tests.small_engine import (
     thread_engine,
     token_ids,
     write_small_draft,
-    write_small_model,
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["hello", [7, 8, 9], "a longer prompt that needs more than one chunk", [EOS], "hello"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[LLM]:
-    with thread_engine(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    yield engine
-    assert_idle(engine)
 
 
 def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:

@@ -9,16 +9,11 @@ import pytest
 
 from stagecoach import LLM, RequestOutput, SamplingParams
 from stagecoach.errors import RequestError
-from tests.small_engine import assert_idle, thread_engine, token_ids, write_small_model
+from tests.small_engine import assert_idle, thread_engine, token_ids
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # Two pages and a half of eight tokens.
 PROMPT = [(7 * place) % 250 for place in range(20)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,9 @@ from stagecoach import LLM, SamplingParams
 from stagecoach.errors import EngineDeadError, StagecoachError, WorkerDiedError
 from stagecoach.runner.stage_runner import StageRunner
 from stagecoach.schedule.scheduler import Scheduler
-from tests.small_engine import thread_engine, write_small_model
+from tests.small_engine import thread_engine
 
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, n=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.small_engine import (
     assert_same_completions,
     assert_same_logprobs,
     thread_engine,
-    write_small_model,
 )
 
 PROMPT = [(7 * number + 3) % 256 for number in range(41)]
@@ -42,11 +41,6 @@ CASES = [
     Case(40, {}),
     Case(64, {}),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

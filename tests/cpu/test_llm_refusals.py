@@ -1,7 +1,6 @@
 """What LLM refuses: the field is named, and nothing of the call runs."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,6 @@ from tests.small_engine import (
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[LLM]:
-    with thread_engine(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    yield engine
-    assert_idle(engine)
 
 
 BAD_PROMPTS: list[tuple[Any, str]] = [

@@ -1,6 +1,5 @@
 """How tokens are chosen and where they stop, end to end on an engine in this process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,6 @@ from tests.small_engine import (
 )
 
 PROMPT = "sampling"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with thread_engine(write_small_model(tmp_path_factory.mktemp("model"))) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    yield engine
-    assert_idle(engine)
 
 
 def complete(llm: LLM, prompt: Any = PROMPT, **fields: Any) -> CompletionOutput:

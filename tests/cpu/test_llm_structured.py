@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.small_engine import (
     assert_idle,
     thread_engine,
     write_small_draft,
-    write_small_model,
 )
 
 SCHEMA: dict[str, Any] = {
@@ -32,23 +30,6 @@ NO_BLANKS = dict.fromkeys(map(ord, " \t\r\n"), -50.0)
 ENDS = (257, 258, 265)  # [EOS], <|end_of_msg|>, [EOT]
 PHONE = r"[0-9]{3}-[0-9]{4}"
 PROMPTS = ["one", "a longer prompt than a page", "3", "and some more of them", "five", "six!"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[LLM]:
-    with thread_engine(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    yield engine
-    assert_idle(engine)
 
 
 def params(grammar: StructuredOutputsParams | None, **fields: Any) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Launches the mixture of attention residuals on a GPU: checks, and which form runs.
 
-The form in CUDA C++ takes bfloat16 of even widths, the one in Triton everything else.
+The form in CUDA C++ takes few tokens in bfloat16 of even widths, the one in Triton everything else.
 """
 
 import torch
@@ -12,6 +12,8 @@ from stagecoach.kernels.attn_res.mix_kernel import mix_kernel
 from stagecoach.kernels.attn_res.reference import Mixed
 from stagecoach.kernels.norm.cuda import add_rms_norm, rms_norm
 
+# Beyond, tokens alone fill the chip, and a program for each of them is done sooner than a cluster.
+_MOST_CLUSTERED = 64
 # One program holds a token's rows of the bank in its registers.
 _MOST_VALUES = 131_072
 
@@ -107,7 +109,8 @@ def _launch(
         return
     weights = [x for x in (key_weight_H, norm_weight_H) if x is not None]
     is_half = norm_weight_H is None or norm_weight_H.dtype == bank_TBH.dtype
-    if num_warps is None and is_half and cluster_cuda.is_taken(*rows, *weights):
+    is_small = num_tokens <= _MOST_CLUSTERED and num_warps is None
+    if is_small and is_half and cluster_cuda.is_taken(*rows, *weights):
         cluster_cuda.mix(
             bank_TBH,
             partial_TH,

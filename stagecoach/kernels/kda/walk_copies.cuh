@@ -5,14 +5,23 @@
 #include "walk_memory.cuh"
 #include "window_rows.cuh"
 
-// Asks for a quarter of a state: the rows that two warps hold.
+// Asks for a quarter of a state: the rows that two warps hold. Behind the last item nothing comes.
+// In pieces, a lane each: one large copy would keep those behind it waiting.
 __device__ __forceinline__ void fetch_quarter(Shared &shared, const Arguments &a, const Unit &unit,
                                               int pair, int lane) {
-    if (unit.length == 0 || lane > 0) return;
-    barrier_expect(&shared.state_arrived[pair], 4 * QUARTER);
-    stream_bulk(coming_of(shared) + pair * QUARTER,
-                a.states + state_offset(a, unit, unit.read_slot) + pair * QUARTER, 4 * QUARTER,
-                &shared.state_arrived[pair], policy_of_streams());
+    constexpr int PIECE = 512;
+    unsigned long long *barrier = &shared.state_arrived[pair];
+    if (unit.length == 0) {
+        if (lane == 0) barrier_arrive(barrier);
+        return;
+    }
+    if (lane == 0) barrier_expect(barrier, 4 * QUARTER);
+    __syncwarp();
+    const int place = pair * QUARTER + lane * PIECE;
+    if (lane < QUARTER / PIECE)
+        stream_bulk(coming_of(shared) + place,
+                    a.states + state_offset(a, unit, unit.read_slot) + place, 4 * PIECE, barrier,
+                    policy_of_streams());
 }
 
 // Asks for the rows that are replayed on the state of a block's item of this index.
@@ -93,10 +102,14 @@ __device__ __forceinline__ void run_row_copies(Shared &shared, const Arguments &
 // them have also folded in what was replayed on the state before that.
 __device__ __forceinline__ void run_state_copies(Shared &shared, const Arguments &a, int lane) {
     Unit unit = unit_of(a, blockIdx.x);
+    if (lane == 0) shared.items[0] = unit;
+    __syncwarp();
     for (int pair = 0; pair < NUM_PAIRS; ++pair) fetch_quarter(shared, a, unit, pair, lane);
     fetch_replayed(shared, a, unit, 0, lane);
     for (int index = 1; unit.length > 0; ++index) {
         unit = unit_of(a, unit.item + gridDim.x);
+        if (lane == 0) shared.items[index & 1] = unit;
+        __syncwarp();
 #pragma unroll 1
         for (int pair = 0; pair < NUM_PAIRS; ++pair) {
             meet<64 + 32>(STATE_READ + pair);

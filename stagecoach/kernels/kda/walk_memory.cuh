@@ -66,9 +66,10 @@ struct Shared {
     activation raw_decay[TILE][DIM], raw_gate[TILE][DIM];
     float log_rate, raw_beta[TILE], pad[3];
     Unit units[NUM_UNITS];  // a ring
+    Unit items[2];          // the first units of items of even and of odd indices
     unsigned long long rows_arrived;
     unsigned long long replay_arrived[2];  // of states of even and of odd indices
-    unsigned long long state_arrived[NUM_PAIRS], unused;  // a multiple of 64 bytes in all
+    unsigned long long state_arrived[NUM_PAIRS], unused[8];  // a multiple of 64 bytes in all
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host reserves another size");

@@ -205,39 +205,47 @@ __device__ __forceinline__ void solve(Tokens &tokens, const float (&result)[ROWS
     meet<64>(PAIR + holder.pair);
 }
 
+// A state as it comes, with what is replayed on it: in registers before the item's tokens are ready,
+// so that the next is on its way early.
+__device__ __forceinline__ void take_state(State &state, const Holder &holder, Shared &shared,
+                                           const Arguments &a, const Unit &unit, int index) {
+    load_state(state, holder, coming_of(shared));
+    pass<64 + 32>(STATE_READ + holder.pair);
+    barrier_wait(&shared.replay_arrived[index & 1], index >> 1 & 1);
+    const float *values = replayed_of(shared, a, index);
+    if (a.first_save == nullptr) {
+#pragma unroll 1
+        for (int row = 0; row < unit.replay; ++row, values += ROW_WIDTH)
+            fold(state, holder, values, values + DIM, values + 2 * DIM);
+    } else {
+#pragma unroll 1
+        for (int row = 0; row < unit.replay; ++row, values += ROW_WIDTH) {
+            fold(state, holder, values, values + DIM, values + 2 * DIM);
+            save(state, holder, a, unit, row + 1 - unit.replay);
+        }
+    }
+}
+
 // Half of the block: each unit's state, from its arrival to its store.
 __device__ __forceinline__ void hold_states(Shared &shared, const Arguments &a) {
     const Holder holder(threadIdx.x);
     State state;
+    bool is_first = true;  // of an item
     int num_states = 0;
     for (int number = 0;; ++number) {
+        if (is_first) {
+            barrier_wait(&shared.state_arrived[holder.pair], num_states & 1);
+            const Unit item = shared.items[num_states & 1];
+            if (item.length == 0) {
+                meet<NUM_MEETING>(TOKENS_READY);
+                wait_for_reads();
+                return;
+            }
+            take_state(state, holder, shared, a, item, num_states++);
+        }
         meet<NUM_MEETING>(TOKENS_READY);
         const Unit unit = shared.units[number & (NUM_UNITS - 1)];
-        if (unit.length == 0) {
-            wait_for_reads();
-            return;
-        }
         Tokens &tokens = shared.tokens[number & 1];
-
-        if (unit.begin == 0) {
-            barrier_wait(&shared.state_arrived[holder.pair], num_states & 1);
-            load_state(state, holder, coming_of(shared));
-            pass<64 + 32>(STATE_READ + holder.pair);
-            barrier_wait(&shared.replay_arrived[num_states & 1], num_states >> 1 & 1);
-            const float *values = replayed_of(shared, a, num_states);
-            ++num_states;
-            if (a.first_save == nullptr) {
-#pragma unroll 1
-                for (int index = 0; index < unit.replay; ++index, values += ROW_WIDTH)
-                    fold(state, holder, values, values + DIM, values + 2 * DIM);
-            } else {
-#pragma unroll 1
-                for (int index = 0; index < unit.replay; ++index, values += ROW_WIDTH) {
-                    fold(state, holder, values, values + DIM, values + 2 * DIM);
-                    save(state, holder, a, unit, index + 1 - unit.replay);
-                }
-            }
-        }
         {
             float result[ROWS][4] = {};
             multiply_state(result, shared, state, holder);
@@ -261,5 +269,6 @@ __device__ __forceinline__ void hold_states(Shared &shared, const Arguments &a) 
             hand_back(state, holder, shared, a, unit);
             save(state, holder, a, unit, 1);
         }
+        is_first = is_last;
     }
 }

@@ -38,7 +38,7 @@ _NUM_WALK_THREADS = 640
 # then a few scalars, units and barriers.
 _VALUES_OF_TOKENS = 2 * 8 * 128 + 2 * 8 * 136 + 2 * 32 + 8
 _VALUES_OF_WALK = 2 * _VALUES_OF_TOKENS + 2 * 8 * 260 + 4 * 128 + 64 + 256 + 3 * 128 * 4 + 128
-_BYTES_OF_UNITS = 12 * 4 + 4 * 9 * 4 + 8 * 8
+_BYTES_OF_UNITS = 12 * 4 + 6 * 9 * 4 + 15 * 8
 _COPY_BYTES = 16  # what the copy engine moves lies at multiples of it
 _MAX_SHARED_BYTES = 227 * 1024
 

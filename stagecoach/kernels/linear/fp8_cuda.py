@@ -1,4 +1,4 @@
-"""Launches products with E4M3 matrices on a GPU: own kernels for few rows, torch's for more.
+"""Launches products with E4M3 matrices on a GPU: who makes them, and the forms in Triton.
 
 Dimensions: T rows, I inputs, O outputs, G products of one size.
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from stagecoach.kernels.dependent_launch import launch_options
+from stagecoach.kernels.linear import fp8_product_cuda
 from stagecoach.kernels.linear.blocks import LONGEST_ROW, whole_blocks
 from stagecoach.kernels.linear.fp8_kernel import (
     fp8_linear_kernel,
@@ -19,7 +20,8 @@ from stagecoach.kernels.linear.fp8_kernel import (
 from stagecoach.kernels.quantization import FP8_DTYPE, Fp8Weight
 from stagecoach.kernels.quantization.cuda import quantize_rows
 
-_MOST_ROWS = 64  # of the own kernel, where torch's takes a product as well
+_MOST_ROWS = 64  # of the Triton form, where torch's takes a product as well
+_LONGEST_QUANTIZED = 4096  # inputs of one row that each block quantises for itself
 _NUM_PROCESSORS = 132
 _SUM_BLOCK = 512
 
@@ -70,6 +72,10 @@ def fp8_linear(x_TI: Tensor, weight: Fp8Weight) -> Tensor:
     _check(x_TI, weight)
     num_rows, num_inputs = x_TI.shape
     num_outputs = weight.shape[0]
+    if fp8_product_cuda.fits(x_TI.dtype, weight):
+        if fp8_product_cuda.is_faster(num_rows, weight) or not is_torchs(x_TI, weight):
+            return by_product(x_TI, weight)
+        return by_torch(x_TI, weight)
     if num_rows == 1 and num_inputs <= LONGEST_ROW:
         return one_row(x_TI, weight, choose_fp8_vector_tiles(num_inputs))
     if num_rows > _MOST_ROWS and is_torchs(x_TI, weight):
@@ -91,6 +97,16 @@ def _check(x_TI: Tensor, weight: Fp8Weight) -> None:
     assert weight.weight.dtype == FP8_DTYPE and weight.scale.dtype == torch.float32
     assert weight.weight.is_contiguous() and weight.scale.is_contiguous(), "rows in one piece"
     assert x_TI.shape[1] == weight.shape[1], (x_TI.shape, weight.shape)
+
+
+def by_product(x_TI: Tensor, weight: Fp8Weight) -> Tensor:
+    """`fp8_linear` by the product for Hopper, of a matrix that it takes."""
+    num_rows, num_inputs = x_TI.shape
+    tiles = fp8_product_cuda.choose_product_tiles(num_rows, weight.shape[0], num_inputs)
+    if num_rows == 1 and num_inputs <= _LONGEST_QUANTIZED and x_TI.data_ptr() % 16 == 0:
+        x_1I = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        return fp8_product_cuda.multiply_one_row(x_1I, weight, tiles.cluster)
+    return fp8_product_cuda.multiply_fp8(*quantize_rows(x_TI), weight, tiles)
 
 
 def one_row(x_1I: Tensor, weight: Fp8Weight, tiles: Fp8VectorTiles) -> Tensor:

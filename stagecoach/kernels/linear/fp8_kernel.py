@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from stagecoach.kernels.dependent_launch import let_next_start, wait_for_earlier
-from stagecoach.kernels.quantization.quantize_kernel import factor_of, largest_of
+from stagecoach.kernels.quantization.quantize_kernel import factor_of, largest_of, quotient_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -147,10 +147,11 @@ def fp8_vector_kernel(
         rest_largest = tl.reduce(tl.reduce(tl.abs(x_1R), 1, largest_of), 0, largest_of)
         largest = largest_of(largest, rest_largest)
     factor = factor_of(largest)
-    x_1I = tl.div_rn(x_1I, factor).to(tl.float8e4nv).to(tl.float32)
+    inverse = tl.div_rn(1.0, factor)
+    x_1I = quotient_of(x_1I, factor, inverse).to(tl.float8e4nv).to(tl.float32)
     out_O = tl.sum(weight_OI.to(tl.float32) * x_1I, axis=1)
     if BLOCK_REST > 0:
-        x_1R = tl.div_rn(x_1R, factor).to(tl.float8e4nv).to(tl.float32)
+        x_1R = quotient_of(x_1R, factor, inverse).to(tl.float8e4nv).to(tl.float32)
         out_O += tl.sum(weight_OR.to(tl.float32) * x_1R, axis=1)
     out_O = out_O * factor * weight_factors_O
     tl.store(out_ptr + outputs_O, out_O.to(out_ptr.dtype.element_ty), mask=outputs_O < num_outputs)

@@ -1,8 +1,8 @@
 // Products of E4M3 rows with an E4M3 matrix, Hopper only; `reference.py` of quantization says what
 // is computed.
 //
-// One cluster makes a tile of OUTPUTS outputs of ROWS rows; each of its thread blocks takes a share
-// of the inputs, 128 at a time. The copy engine brings 128 inputs of weights and of rows as bytes,
+// One cluster makes a tile of 64 outputs of ROWS rows; each of its thread blocks takes a share of
+// the inputs, 128 at a time. The copy engine brings 128 inputs of weights and of rows as bytes,
 // a row's 128 swizzled. Outputs are the matrix units' 64 rows, rows of activations their columns,
 // so that few rows need no padding. The units add up with few bits: after 128 inputs their sums go
 // to float32 registers. At last the blocks' sums meet in shared memory, and each block adds up and
@@ -13,15 +13,14 @@
 //
 // With QUANTIZES there is one row, of bfloat16, and each block quantises its share for itself.
 //
-// ROWS is 8, 32, 64 or 128; GROUPS, of four warps that multiply, 1 or 2; SHARED_BYTES what the host
-// reserves, beside a share of a row.
+// ROWS is 8, 32 or 64; SHARED_BYTES what the host reserves, beside a share of a row.
 
 #include "fp8_product_device.cuh"
 
-constexpr int OUTPUTS = 64 * GROUPS;
+constexpr int OUTPUTS = 64;
 constexpr int INPUTS = 128;  // of a tile, and its bytes
 constexpr int WEIGHT_BYTES = OUTPUTS * INPUTS, ROW_BYTES = QUANTIZES ? 0 : ROWS * INPUTS;
-constexpr int NUM_CONSUMERS = 128 * GROUPS, NUM_THREADS = NUM_CONSUMERS + 32;
+constexpr int NUM_CONSUMERS = 128, NUM_THREADS = NUM_CONSUMERS + 32;
 constexpr int SUM_STRIDE = OUTPUTS + 4;  // float32 of a row; stores of a warp find all banks
 constexpr int CHUNK = 8;                 // outputs that a thread writes at a time
 constexpr int GROUP_TILES = 8;           // tiles of rows that blocks of a wave share weights for
@@ -99,7 +98,7 @@ __device__ void bring_tiles(Shared &shared, const Arguments &given, int output, 
 // By four warps: the codes of inputs [first, end) of the one row, whose factor all of it decides.
 // There are zeros behind the last input.
 __device__ void quantize(Shared &shared, const Arguments &given, int first, int end) {
-    static_assert(!QUANTIZES || ROWS == 8 && GROUPS == 1, "one row, and four warps");
+    static_assert(!QUANTIZES || ROWS == 8, "one row");
     int num_chunks = given.num_inputs / CHUNK;
     const uint4 *chunks = (const uint4 *)given.x;
     wait_for_earlier();
@@ -128,19 +127,17 @@ __device__ void quantize(Shared &shared, const Arguments &given, int first, int 
     meet<NUM_CONSUMERS>();
 }
 
-// By GROUPS of four warps, each with its 64 outputs: sums over tiles [first, end) of inputs. A
-// thread holds outputs 16 warp + lane / 4 + {0, 8} and of every 8 rows 2 (lane % 4) + {0, 1}.
+// By four warps: sums over the tiles of inputs. A thread holds outputs 16 warp + lane / 4 + {0, 8}
+// and of every 8 rows 2 (lane % 4) + {0, 1}.
 __device__ void multiply(Shared &shared, int num_tiles) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    // The same in all lanes, and known to be.
-    int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum[ROWS / 2], part[ROWS / 2];
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) sum[i] = 0.0f;
     for (int tile = 0; tile < num_tiles; tile++) {
         int stage = tile % NUM_STAGES;
         barrier_wait(&shared.full[stage], tile / NUM_STAGES & 1);
-        unsigned weights_at = address_of(shared.weights[stage]) + group * 64 * INPUTS;
+        unsigned weights_at = address_of(shared.weights[stage]);
         unsigned rows_at = QUANTIZES ? address_of(shared.codes) + tile * INPUTS
                                      : address_of(shared.rows[QUANTIZES ? 0 : stage]);
         products_begin();
@@ -157,7 +154,7 @@ __device__ void multiply(Shared &shared, int num_tiles) {
     }
     // Sums take the place of the tiles.
     meet<NUM_CONSUMERS>();
-    int output = group * 64 + warp * 16 + lane / 4;
+    int output = warp * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
         shared.sums[i / 4 * 8 + lane % 4 * 2 + i % 2][output + i / 2 % 2 * 8] = sum[i];

@@ -19,20 +19,25 @@ from stagecoach.kernels.quantization import Fp8Weight
 from stagecoach.kernels.tensor_map import TensorMap, swizzled_boxes
 
 _SOURCE = Path(__file__).with_name("fp8_product.cu")
-_TILE_INPUTS = 128
-_NUM_PROCESSORS = 132
-_BARRIER_BYTES = 16  # of a stage
+_TILE_OUTPUTS, _TILE_INPUTS = 64, 128
+_TILE_ROWS = (8, 32, 64)
+_NUM_THREADS = 160  # of a block: 128 that multiply, and a warp that brings tiles
+_STAGE_ROOM = 73 * 1024  # so that three blocks share a processor
+_STAGE_BARRIER_BYTES = 16
 _OTHER_BYTES = 64  # with the 32 of codes and rows that the source always has
 _BYTES_BEHIND_ROW = 112  # what the matrix units read behind one row
-_STAGE_ROOM = {1: 192 * 1024, 2: 98 * 1024, 3: 73 * 1024}  # by how many blocks share a processor
+_NUM_PROCESSORS = 132
+_MOST_BLOCKS = 3 * _NUM_PROCESSORS  # that run at once
+_FEW_BLOCKS = 160
 _LARGEST_CLUSTER = 8
+# Values of a matrix that many tiles of rows read again; a larger one leaves the L2 cache meanwhile.
+_MOST_SHARED_VALUES = 2**25
 
 
 class Fp8ProductTiles(NamedTuple):
     """How a product is cut."""
 
-    rows: int  # of a tile: 8, 32, 64 or 128
-    groups: int  # of 64 outputs of a tile, 1 or 2
+    rows: int  # of a tile: 8, 32 or 64
     cluster: int  # blocks among which the inputs of a tile are shared
 
 
@@ -63,26 +68,34 @@ def fits(dtype: torch.dtype, weight: Fp8Weight) -> bool:
     )
 
 
+def is_faster(num_rows: int, weight: Fp8Weight) -> bool:
+    """Whether products of so many rows were measured faster here than with torch on an H200.
+
+    They read rows and weights again for every tile, and so they are while one wave of blocks has
+    all of it.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_row_tiles = cdiv(num_rows, _TILE_ROWS[-1])
+    return num_row_tiles <= 1 or (
+        num_row_tiles * cdiv(num_outputs, _TILE_OUTPUTS) <= _MOST_BLOCKS
+        and num_outputs * num_inputs <= _MOST_SHARED_VALUES
+    )
+
+
 def choose_product_tiles(num_rows: int, num_outputs: int, num_inputs: int) -> Fp8ProductTiles:
-    """The cut for some rows: as many blocks as run at once; alike for all that a tile holds."""
-    if num_rows > 64:
-        num_tiles = cdiv(num_outputs, 128) * cdiv(num_rows, 128)
-        return Fp8ProductTiles(128, 2, _cluster(num_tiles, num_inputs, _NUM_PROCESSORS))
-    rows = next(rows for rows in (8, 32, 64) if num_rows <= rows)
-    cluster = _cluster(cdiv(num_outputs, 64), num_inputs, 3 * _NUM_PROCESSORS)
-    return Fp8ProductTiles(rows, 1, cluster)
-
-
-def _cluster(num_tiles: int, num_inputs: int, num_blocks: int) -> int:
-    """Up to so many blocks of all tiles, each with two tiles of inputs at least."""
+    """The cut that was fastest on an H200: a block a processor, more where it has much to read."""
+    rows = next((rows for rows in _TILE_ROWS if num_rows <= rows), _TILE_ROWS[-1])
+    num_tiles = cdiv(num_rows, rows) * cdiv(num_outputs, _TILE_OUTPUTS)
+    num_input_tiles = cdiv(num_inputs, _TILE_INPUTS)
+    fewest_of_block = 3 if rows == _TILE_ROWS[0] else 8
     cluster = 1
-    while (
-        cluster < _LARGEST_CLUSTER
-        and num_tiles * cluster * 2 <= num_blocks
-        and num_inputs >= cluster * 4 * _TILE_INPUTS
-    ):
+    while cluster < _LARGEST_CLUSTER:
+        num_blocks, of_block = num_tiles * cluster * 2, num_input_tiles // (cluster * 2)
+        is_good = num_blocks <= _FEW_BLOCKS and of_block >= fewest_of_block
+        if not is_good and not (num_blocks <= _MOST_BLOCKS and of_block >= 16):
+            break
         cluster *= 2
-    return cluster
+    return Fp8ProductTiles(rows, cluster)
 
 
 def multiply_fp8(
@@ -122,7 +135,7 @@ def multiply_one_row(x_1I: Tensor, weight: Fp8Weight, cluster: int) -> Tensor:
     """
     out_1O = x_1I.new_empty((1, weight.shape[0]))
     arguments = Fp8Arguments(x=x_1I.data_ptr())
-    _launch(arguments, out_1O, weight, Fp8ProductTiles(8, 1, cluster), quantizes=True)
+    _launch(arguments, out_1O, weight, Fp8ProductTiles(_TILE_ROWS[0], cluster), quantizes=True)
     return out_1O
 
 
@@ -137,22 +150,22 @@ def _launch(
     """With what rows are in `arguments`."""
     num_rows, num_outputs = out_TO.shape
     num_inputs = weight.shape[1]
-    arguments.weights = swizzled_boxes(weight.weight, 64 * tiles.groups)
+    arguments.weights = swizzled_boxes(weight.weight, _TILE_OUTPUTS)
     arguments.weight_factors = weight.scale.data_ptr()
     arguments.out = out_TO.data_ptr()
     arguments.num_rows = num_rows
     arguments.num_outputs = num_outputs
     arguments.num_inputs = num_inputs
-    definitions = product_definitions(tiles, quantizes=quantizes)
+    definitions = product_definitions(tiles.rows, quantizes=quantizes)
     shared_bytes = definitions["SHARED_BYTES"]
     if quantizes:
         share = cdiv(cdiv(num_inputs, _TILE_INPUTS), tiles.cluster) * _TILE_INPUTS
         shared_bytes += share + _BYTES_BEHIND_ROW
     kernel = nvrtc.load_kernel(_SOURCE, "multiply_fp8", out_TO.device, tuple(definitions.items()))
-    num_tiles = cdiv(num_rows, tiles.rows) * cdiv(num_outputs, 64 * tiles.groups)
+    num_tiles = cdiv(num_rows, tiles.rows) * cdiv(num_outputs, _TILE_OUTPUTS)
     kernel.launch(
         (num_tiles * tiles.cluster, 1, 1),
-        num_threads(tiles),
+        _NUM_THREADS,
         arguments,
         shared_bytes,
         cluster=tiles.cluster,
@@ -160,27 +173,15 @@ def _launch(
     )
 
 
-def num_threads(tiles: Fp8ProductTiles) -> int:
-    """Of a block: those that multiply, and a warp that brings tiles."""
-    return 128 * tiles.groups + 32
-
-
-def product_definitions(tiles: Fp8ProductTiles, *, quantizes: bool) -> dict[str, int]:
+def product_definitions(rows: int, *, quantizes: bool) -> dict[str, int]:
     """What `fp8_product.cu` is compiled with; a share of a row to quantise takes room beside."""
-    stage_bytes = (64 * tiles.groups + (0 if quantizes else tiles.rows)) * _TILE_INPUTS
-    blocks_per_processor = 3 if tiles.groups == 1 else 1 if tiles.rows == 128 else 2
-    # Less for the share of a row.
-    num_stages = _STAGE_ROOM[blocks_per_processor] // stage_bytes - quantizes
-    sum_bytes = tiles.rows * (64 * tiles.groups + 4) * 4
+    stage_bytes = (_TILE_OUTPUTS + (0 if quantizes else rows)) * _TILE_INPUTS
+    num_stages = _STAGE_ROOM // stage_bytes - quantizes  # less for the share of a row
     return {
-        "ROWS": tiles.rows,
-        "GROUPS": tiles.groups,
+        "ROWS": rows,
         "QUANTIZES": int(quantizes),
         "NUM_STAGES": num_stages,
-        "SHARED_BYTES": max(num_stages * stage_bytes, sum_bytes)
-        + num_stages * _BARRIER_BYTES
-        + tiles.rows * 4
-        + _OTHER_BYTES,
+        "SHARED_BYTES": num_stages * (stage_bytes + _STAGE_BARRIER_BYTES) + rows * 4 + _OTHER_BYTES,
     }
 
 

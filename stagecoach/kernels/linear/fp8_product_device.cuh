@@ -159,10 +159,6 @@ __device__ __forceinline__ void products_end() {
 #define REGISTERS_16 REGISTERS_4 ", %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_32                                                                              \
     REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_64                                                                              \
-    REGISTERS_32                                                                                  \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49"  \
-    ", %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // A macro's argument list splits at commas, so lists come as one.
 #define LIST(...) __VA_ARGS__
@@ -171,11 +167,8 @@ __device__ __forceinline__ void products_end() {
 MULTIPLY_ADD(8, 4, REGISTERS_4, 4, 5, 6, LIST(FOUR(0)))
 #elif ROWS == 32
 MULTIPLY_ADD(32, 16, REGISTERS_16, 16, 17, 18, LIST(SIXTEEN(0)))
-#elif ROWS == 64
-MULTIPLY_ADD(64, 32, REGISTERS_32, 32, 33, 34, LIST(SIXTEEN(0), SIXTEEN(16)))
 #else
-MULTIPLY_ADD(128, 64, REGISTERS_64, 64, 65, 66,
-             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)))
+MULTIPLY_ADD(64, 32, REGISTERS_32, 32, 33, 34, LIST(SIXTEEN(0), SIXTEEN(16)))
 #endif
 
 __device__ __forceinline__ float4 add(float4 a, float4 b) {

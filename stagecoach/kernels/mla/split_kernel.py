@@ -191,8 +191,11 @@ def attend_pieces_kernel(
     HAS_SECOND_PART: tl.constexpr = SECOND_WIDTH > 0
     SHARES_ROWS: tl.constexpr = VALUE_START < 0
     # E4M3 is exact in float16, and made faster than bfloat16; else products are of the queries'.
+    # Not with many rows: 354 instead of 260 us for 8 x 8,192 positions, 256 rows each (H200).
     IS_SCALED: tl.constexpr = (
-        cache_ptr.dtype.element_ty == tl.float8e4nv and q_ptr.dtype.element_ty == tl.bfloat16
+        TILE_M <= 32
+        and cache_ptr.dtype.element_ty == tl.float8e4nv
+        and q_ptr.dtype.element_ty == tl.bfloat16
     )
     DTYPE: tl.constexpr = tl.float16 if IS_SCALED else q_ptr.dtype.element_ty
     row_tile = tl.program_id(0) % num_row_tiles

@@ -32,7 +32,9 @@ constexpr int NUM_STAGES = 2;
 constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = IS_FP8 ? 256 : 128;
 constexpr int NUM_THREADS = NUM_CONSUMERS + NUM_PRODUCERS;
 // Of a thread; registers go from warpgroup to warpgroup.
-constexpr int PRODUCER_REGISTERS = IS_FP8 ? 64 : 40, CONSUMER_REGISTERS = IS_FP8 ? 192 : 232;
+constexpr int TILES_AHEAD = ROWS == 32 ? 2 : 1;  // of E4M3, in registers
+constexpr int PRODUCER_REGISTERS = !IS_FP8 ? 40 : TILES_AHEAD == 2 ? 112 : 64;
+constexpr int CONSUMER_REGISTERS = !IS_FP8 ? 232 : TILES_AHEAD == 2 ? 144 : 192;
 constexpr int HALF = ROWS / 2;   // query rows of a warpgroup's scores
 constexpr int VALUE_TILES = LATENT / 64 / 2;  // of a warpgroup's outputs
 constexpr int MAX_SEGMENTS = TILE * ROWS / 2;
@@ -162,73 +164,7 @@ __device__ void find_piece(Shared &shared, const Arguments &given, int piece) {
 
 // --- The two roles.
 
-// By one warp: brings the tiles of [first, end).
-__device__ void bring_tiles(Shared &shared, const Arguments &given, int first, int end) {
-    int lane = threadIdx.x % 32;
-    const int *page_ids = given.page_ids + given.first_pages[shared.segment];
-    int tiles_of_page = given.page_size / TILE;
-    int row = 0;
-    for (int tile = first; tile < end; tile++) {
-        int place = (tile - first) % 32;
-        if (place == 0) {
-            int mine = min(tile + lane, end - 1);
-            row = page_ids[mine / tiles_of_page] * given.page_size + mine % tiles_of_page * TILE;
-        }
-        int tile_row = __shfl_sync(~0u, row, place);
-        int stage = (tile - first) % NUM_STAGES;
-        int round = (tile - first) / NUM_STAGES;
-        if (lane == 0) {
-            if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
-            barrier_expect(&shared.full[stage], TILE_BYTES);
-            for (int block = 0; block < NUM_BLOCKS; block++)
-                copy_box(shared.tiles[stage] + block * BLOCK_BYTES, &given.rows, block * 64,
-                         tile_row, &shared.full[stage]);
-        }
-        __syncwarp();
-    }
-}
-
-// By two warpgroups: the same from rows of E4M3. While a piece of a tile is widened, the same piece
-// of the next tile is asked for.
-__device__ void bring_fp8_tiles(Shared &shared, const Arguments &given, int first, int end) {
-    static_assert(!IS_FP8 || NUM_PRODUCERS == TILE * 4, "16 columns of each block of a row");
-    int thread = threadIdx.x - NUM_CONSUMERS;
-    int position = thread / 4, piece = thread % 4;
-    const int *page_ids = given.page_ids + given.first_pages[shared.segment];
-    int tiles_of_page = given.page_size / TILE;
-    auto row_of = [&](int tile) {
-        tile = min(tile, end - 1);
-        long long row = (long long)page_ids[tile / tiles_of_page] * given.page_size;
-        row += tile % tiles_of_page * TILE + position;
-        return given.fp8_rows + row * given.fp8_row_bytes + piece * 16;
-    };
-    // Eight threads store to all of 128 bytes' places: those of a row and of its neighbour.
-    int low = position * 128 + (piece * 2 ^ position % 8) * 16;
-    int high = position * 128 + (piece * 2 + 1 ^ position % 8) * 16;
-    uint4 codes[NUM_BLOCKS];
-    const unsigned char *row = row_of(first);
-#pragma unroll
-    for (int block = 0; block < NUM_BLOCKS; block++) codes[block] = load_once(row + block * 64);
-    row = row_of(first + 1);
-    for (int tile = first; tile < end; tile++) {
-        int stage = (tile - first) % NUM_STAGES;
-        int round = (tile - first) / NUM_STAGES;
-        if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
-        unsigned char *target = shared.tiles[stage];
-#pragma unroll
-        for (int block = 0; block < NUM_BLOCKS; block++) {
-            uint2 x = widen(codes[block].x), y = widen(codes[block].y);
-            *(uint4 *)(target + block * BLOCK_BYTES + low) = make_uint4(x.x, x.y, y.x, y.y);
-            x = widen(codes[block].z), y = widen(codes[block].w);
-            *(uint4 *)(target + block * BLOCK_BYTES + high) = make_uint4(x.x, x.y, y.x, y.y);
-            if (tile + 1 < end) codes[block] = load_once(row + block * 64);
-        }
-        row = row_of(tile + 2);
-        publish_shared();
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(&shared.full[stage]);
-    }
-}
+#include "window_tiles.cuh"
 
 // The exponent, as its bits, of a power of two that brings a bfloat16 of such bits below 2^15. It and
 // that of its inverse are finite.
@@ -354,6 +290,7 @@ __device__ void attend(Shared &shared, const Arguments &given, int piece, int ro
     for (int tile = first; tile < end; tile++) {
         int stage = (tile - first) % NUM_STAGES;
         barrier_wait(&shared.full[stage], (tile - first) / NUM_STAGES & 1);
+        if (IS_FP8) publish_shared();
         unsigned tile_at = address_of(shared.tiles[stage]);
         bool is_masked = tile >= num_full_tiles;
 

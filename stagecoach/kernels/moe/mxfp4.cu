@@ -14,18 +14,18 @@
 // Inputs lie in shared memory in that order. K_WARPS warps share the chunks of the same rows, the
 // others of a block take rows of their own.
 //
-// Defined by the host: IS_GATED, K_WARPS (1, 2 or 4).
+// Defined by the host: IS_GATED, NUM_WARPS of a block, K_WARPS (1, 2 or 4), STAGES (chunks on their
+// way to a warp) and NUM_BLOCKS (that share a processor).
 
 #include "mxfp4_device.cuh"
 #include "mxfp4_values.cuh"
 
 constexpr int PAIRS = 8;
-constexpr int NUM_WARPS = 4, NUM_THREADS = 32 * NUM_WARPS;
+constexpr int NUM_THREADS = 32 * NUM_WARPS;
 constexpr int ROW_WARPS = NUM_WARPS / K_WARPS;
 constexpr int CHUNK = 128;        // inputs
 constexpr int CHUNK_BYTES = 256;  // of a pair's inputs
 constexpr int TILES = 2;          // of 16 rows that a warp multiplies
-constexpr int STAGES = 4;         // chunks on their way
 constexpr int ROWS = IS_GATED ? 16 : 32;  // of outputs that a warp makes at a time
 constexpr int BLOCK_ROWS = ROWS * ROW_WARPS;
 
@@ -72,7 +72,7 @@ __device__ void stage_inputs(unsigned char *inputs, const Arguments &given, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_BLOCKS)
     multiply_few(const __grid_constant__ Arguments given) {
     extern __shared__ __align__(16) unsigned char memory[];
     Tile tile;

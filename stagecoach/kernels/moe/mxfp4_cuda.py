@@ -21,7 +21,6 @@ from stagecoach.kernels.moe.mxfp4_many_cuda import by_many, fits_many
 from stagecoach.kernels.moe.mxfp4_tiles import (
     CHUNK,
     FEW_PAIRS,
-    NUM_WARPS,
     FewTiles,
     Mxfp4SortedTiles,
     few_tiles,
@@ -33,7 +32,6 @@ from stagecoach.kernels.moe.sorted_pairs import SortedPairs, combine, sort_pairs
 from stagecoach.kernels.quantization import Mxfp4Weight
 
 _SOURCE = Path(__file__).with_name("mxfp4.cu")
-_NUM_THREADS = 32 * NUM_WARPS
 _MOST_SHARED_BYTES = 227 * 1024  # that a block may have
 _MOST_TILES = 65_535  # bound of the grid's second axis
 
@@ -69,10 +67,11 @@ def routed_experts(
     num_pairs = ids_TK.numel()
     if not num_pairs:
         return torch.empty_like(x_TL)
-    few = few_tiles(num_pairs, experts.num_experts)
-    if few is not None and fits_few(x_TL, experts):
+    has_many = fits_many(x_TL, experts)
+    few = few_tiles(num_pairs, experts.num_experts, has_many=has_many)
+    if few is not None and fits_few(x_TL, experts, few):
         return by_few(x_TL, weights_TK, ids_TK, experts, few)
-    if fits_many(x_TL, experts):
+    if has_many:
         many = many_tiles(num_pairs, experts.num_experts)
         return by_many(x_TL, weights_TK, ids_TK, experts, many)
     is_float32 = x_TL.dtype == torch.float32
@@ -182,7 +181,7 @@ def in_operand_order(x_RK: Tensor) -> Tensor:
     return parts.permute(0, 1, 3, 4, 2, 5).reshape(len(x_RK), -1)
 
 
-def fits_few(x_TL: Tensor, experts: PackedExperts) -> bool:
+def fits_few(x_TL: Tensor, experts: PackedExperts, tiles: FewTiles) -> bool:
     """Whether `mxfp4.cu` can take a call."""
     _, latent = x_TL.shape
     return (
@@ -190,7 +189,8 @@ def fits_few(x_TL: Tensor, experts: PackedExperts) -> bool:
         and x_TL.dtype == torch.bfloat16
         and x_TL.stride(0) % 8 == 0
         and x_TL.data_ptr() % 16 == 0
-        and shared_bytes(max(latent, experts.width), FEW_PAIRS) <= _MOST_SHARED_BYTES
+        and shared_bytes(max(latent, experts.width), FEW_PAIRS, tiles.num_warps)
+        <= _MOST_SHARED_BYTES
         and nvrtc.is_available()
         and torch.cuda.get_device_capability(x_TL.device) >= (8, 0)
     )
@@ -284,20 +284,27 @@ def _launch_few(
         **pointers,
         **activation,
     )
-    definitions = few_definitions(cut.k_warps, is_gated=is_gated)
+    definitions = few_definitions(tiles, cut.k_warps, is_gated=is_gated)
     kernel = nvrtc.load_kernel(_SOURCE, "multiply_few", x.device, tuple(definitions.items()))
     rows = cut.blocks_of_rows * cut.rows
     grid = (cdiv(num_outputs, rows), num_tiles, 1)
     most_pairs = 1 if order is None else FEW_PAIRS
-    kernel.launch(grid, _NUM_THREADS, arguments, shared_bytes(num_inputs, most_pairs))
+    num_bytes = shared_bytes(num_inputs, most_pairs, tiles.num_warps)
+    kernel.launch(grid, 32 * tiles.num_warps, arguments, num_bytes)
 
 
-def few_definitions(k_warps: int, *, is_gated: bool) -> dict[str, int]:
+def few_definitions(tiles: FewTiles, k_warps: int, *, is_gated: bool) -> dict[str, int]:
     """What `mxfp4.cu` is compiled with."""
-    return {"IS_GATED": int(is_gated), "K_WARPS": k_warps}
+    return {
+        "IS_GATED": int(is_gated),
+        "NUM_WARPS": tiles.num_warps,
+        "K_WARPS": k_warps,
+        "STAGES": tiles.num_stages,
+        "NUM_BLOCKS": tiles.num_blocks,
+    }
 
 
-def shared_bytes(num_inputs: int, most_pairs: int) -> int:
+def shared_bytes(num_inputs: int, most_pairs: int, num_warps: int) -> int:
     """Of a block: chunks of its tile's inputs, 64 bytes that part the rows, and the warps' sums."""
     inputs = most_pairs * (cdiv(num_inputs, CHUNK) * CHUNK * 2 + 64)
-    return inputs + NUM_WARPS * 32 * (FEW_PAIRS + 1) * 4
+    return inputs + num_warps * 32 * (FEW_PAIRS + 1) * 4

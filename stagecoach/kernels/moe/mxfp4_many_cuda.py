@@ -1,7 +1,8 @@
 """Launches the experts' products from packed MXFP4 weights for many pairs an expert on Hopper GPUs.
 
 `mxfp4_many.cu` decodes weights in registers on their way to the matrix units, in bfloat16, where
-both widths are whole chunks of 128. Every launch depends on sizes only.
+the intermediate width is whole chunks of 128 and the latent one of 256. Every launch depends on
+sizes only.
 
 Dimensions: T tokens, K experts a token, P = T * K pairs, L latent width, I intermediate width,
 R rows, C columns.
@@ -16,7 +17,7 @@ from torch import Tensor
 from stagecoach.kernels import nvrtc
 from stagecoach.kernels.dependent_launch import launch_options
 from stagecoach.kernels.moe.mxfp4_kernel import order_columns_kernel
-from stagecoach.kernels.moe.mxfp4_tiles import CHUNK, ManyTiles
+from stagecoach.kernels.moe.mxfp4_tiles import CHUNK, MOST_ROWS, ManyTiles
 from stagecoach.kernels.moe.packed_experts import PackedExperts
 from stagecoach.kernels.moe.sorted_pairs import SortedPairs, combine, sort_pairs
 from stagecoach.kernels.quantization import Mxfp4Weight
@@ -54,7 +55,7 @@ def fits_many(x_TL: Tensor, experts: PackedExperts) -> bool:
     return (
         x_TL.is_cuda
         and x_TL.dtype == torch.bfloat16
-        and x_TL.shape[1] % CHUNK == 0 == experts.width % CHUNK
+        and x_TL.shape[1] % MOST_ROWS == 0 == experts.width % CHUNK
         and nvrtc.is_available()
         and torch.cuda.get_device_capability(x_TL.device)[0] == 9
     )
@@ -167,9 +168,10 @@ def many_definitions(tiles: ManyTiles, *, is_gated: bool) -> dict[str, int]:
     return {
         "IS_GATED": int(is_gated),
         "PAIRS": tiles.pairs,
-        "FEW_PAIRS": tiles.few_pairs,
-        "MORE_PAIRS": tiles.more_pairs,
+        "FEW_PAIRS": tiles.few_pairs // tiles.columns,
+        "MORE_PAIRS": tiles.more_pairs // tiles.columns,
         "STAGES": tiles.num_stages,
         "WARPGROUPS": tiles.warpgroups,
+        "COLUMNS": tiles.columns,
         "SHARED_BYTES": tiles.shared_bytes,
     }

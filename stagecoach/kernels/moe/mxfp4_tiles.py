@@ -6,8 +6,8 @@ Dimensions: E experts, P pairs of a token and an expert.
 from typing import NamedTuple
 
 _NUM_PROCESSORS = 132
-NUM_WARPS = 4  # of a block of `mxfp4.cu`
-CHUNK = 128  # inputs that four threads of `mxfp4.cu` read of a row
+CHUNK = 128  # inputs that four threads read of a row
+MOST_ROWS = 256  # of weights that a block of `mxfp4_many.cu` multiplies at a time
 
 
 class Mxfp4ProductTiles(NamedTuple):
@@ -40,14 +40,18 @@ class FewTiles(NamedTuple):
 
     is_sorted: bool  # otherwise every pair is a tile
     most_distinct: int  # experts that may be read
+    num_warps: int  # of a block
+    num_stages: int  # chunks on their way to a warp
+    num_blocks: int  # that share a processor
 
     def cut(self, num_inputs: int, num_outputs: int, num_tiles: int, *, is_gated: bool) -> FewCut:
         """Few chunks are not worth sharing; few blocks would leave processors without work."""
         num_chunks = -(-num_inputs // CHUNK)
         k_warps = 4 if num_chunks >= 16 else 2 if num_chunks >= 8 else 1
-        rows = (16 if is_gated else 32) * NUM_WARPS // k_warps
+        rows = (16 if is_gated else 32) * self.num_warps // k_warps
         num_blocks = -(-num_outputs // rows) * min(num_tiles, self.most_distinct)
-        blocks_of_rows = max(1, min(8, num_blocks // (_NUM_PROCESSORS * 8)))
+        most_blocks = 32 // self.num_warps
+        blocks_of_rows = max(1, min(most_blocks, num_blocks // (_NUM_PROCESSORS * 8)))
         return FewCut(k_warps, rows, blocks_of_rows)
 
 
@@ -64,7 +68,13 @@ class ManyTiles(NamedTuple):
     pairs: int  # of a tile
     few_pairs: int  # of the forms for tiles that are not full
     more_pairs: int
-    warpgroups: int  # that multiply, 64 rows of weights each
+    warpgroups: int  # that multiply
+    columns: int = 1  # of them share 64 rows of weights, each for its part of the pairs
+
+    @property
+    def rows(self) -> int:
+        """Of weights that a block multiplies at a time."""
+        return 64 * self.warpgroups // self.columns
 
     @property
     def num_stages(self) -> int:
@@ -78,12 +88,12 @@ class ManyTiles(NamedTuple):
 
     @property
     def _row_bytes(self) -> int:
-        return 4 * max(self.pairs, 32)
+        return 4 * 32 * -(-self.pairs // 32)
 
     @property
     def _stage_bytes(self) -> int:
         """Inputs of the pairs in bfloat16; codes of 64 bytes a row, and 4 scales."""
-        return self.pairs * CHUNK * 2 + self.warpgroups * 64 * (64 + 4)
+        return self.pairs * CHUNK * 2 + self.rows * (64 + 4)
 
     def cut(
         self,
@@ -95,7 +105,7 @@ class ManyTiles(NamedTuple):
         is_gated: bool,
     ) -> ManyCut:
         """Every block walks through its share of the work; a piece is some 24 chunks of inputs."""
-        rows = self.warpgroups * (32 if is_gated else 64)
+        rows = self.rows // 2 if is_gated else self.rows
         assert num_outputs % rows == 0, f"{num_outputs} outputs, {rows} at a time"
         num_rows = num_outputs // rows
         blocks_of_rows = max(1, min(num_rows, 24 * CHUNK // num_inputs))
@@ -108,8 +118,10 @@ _MOST_STAGES = 8
 FEW_PAIRS = 8  # of a tile of `mxfp4.cu`
 # Without sorting a pair reads its expert by itself.
 _MOST_UNSORTED_PAIRS = 32
-# Pairs an expert, from which on Triton's form is taken.
-_MOST_FEW_MEAN = 10.0
+# Warps of a block, chunks on their way to each, and blocks of a processor.
+_FEW_UNSORTED, _FEW_SORTED = (4, 4, 4), (8, 2, 3)
+# Pairs an expert, from which on `mxfp4_many.cu` is taken, or where that cannot be, Triton's form.
+_MOST_FEW_MEAN, _MOST_FEW_MEAN_BEFORE_TRITON = 3.0, 10.0
 # From so many pairs an expert on, the row of the table counts. Two blocks of four warps share a
 # processor, so that one decodes while the other multiplies.
 _BLOCKS = Mxfp4ProductTiles(128, 64, 4, 3)
@@ -120,9 +132,11 @@ _SORTED = (
 )
 # The same for `mxfp4_many.cu`.
 _MANY = (
-    (0.0, ManyTiles(64, 16, 32, 2)),
-    (36.0, ManyTiles(128, 48, 96, 2)),
-    (90.0, ManyTiles(256, 96, 160, 2)),
+    (0.0, ManyTiles(16, 8, 16, 4)),
+    (9.0, ManyTiles(32, 16, 16, 4)),
+    (26.0, ManyTiles(64, 32, 64, 4, 2)),
+    (51.0, ManyTiles(128, 64, 96, 4, 2)),
+    (103.0, ManyTiles(176, 96, 144, 4, 2)),
 )
 # Products of float32 run without tensor cores.
 _SORTED_FLOAT32 = Mxfp4SortedTiles(
@@ -130,12 +144,18 @@ _SORTED_FLOAT32 = Mxfp4SortedTiles(
 )
 
 
-def few_tiles(num_pairs: int, num_experts: int) -> FewTiles | None:
-    """The cut for few pairs an expert; None: there are too many."""
-    if num_pairs > max(_MOST_UNSORTED_PAIRS, _MOST_FEW_MEAN * num_experts):
+def few_tiles(num_pairs: int, num_experts: int, *, has_many: bool) -> FewTiles | None:
+    """The cut for few pairs an expert; None: there are too many.
+
+    Args:
+        has_many: whether `mxfp4_many.cu` takes those.
+    """
+    most_mean = _MOST_FEW_MEAN if has_many else _MOST_FEW_MEAN_BEFORE_TRITON
+    if num_pairs > max(_MOST_UNSORTED_PAIRS, most_mean * num_experts):
         return None
     is_sorted = num_pairs > _MOST_UNSORTED_PAIRS
-    return FewTiles(is_sorted=is_sorted, most_distinct=min(num_pairs, num_experts))
+    form = _FEW_SORTED if is_sorted else _FEW_UNSORTED
+    return FewTiles(is_sorted, min(num_pairs, num_experts), *form)
 
 
 def many_tiles(num_pairs: int, num_experts: int) -> ManyTiles:

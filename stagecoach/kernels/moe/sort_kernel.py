@@ -22,7 +22,7 @@ def count_block(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """How many pairs of a block each expert has; E < BLOCK_E: the last bin takes what is no pair."""
+    """How many pairs of a block each expert has; E < BLOCK_E: the last bin takes what is none."""
     pairs_P = block * BLOCK_P + tl.arange(0, BLOCK_P)
     ids_P = tl.load(ids_ptr + pairs_P, mask=pairs_P < num_pairs, other=-1)
     counts_E = tl.histogram(tl.where(ids_P < 0, BLOCK_E - 1, ids_P), BLOCK_E)
@@ -62,9 +62,7 @@ def place_experts(
     for tile in range(0, tl.max(tiles_E, axis=0)):
         is_tile_E = tile < tiles_E
         tl.store(tile_experts_ptr + first_tiles_E + tile, bins_E, mask=is_tile_E)
-        tl.store(
-            tile_rows_ptr + first_tiles_E + tile, offsets_E + tile * tile_size, mask=is_tile_E
-        )
+        tl.store(tile_rows_ptr + first_tiles_E + tile, offsets_E + tile * tile_size, mask=is_tile_E)
     for first in range(0, num_blocks, BLOCK_B):
         is_count_BE = (first + rows_B1 < num_blocks) & is_expert_E[None, :]
         places_BE = (first + rows_B1) * num_experts + bins_E[None, :]

@@ -51,8 +51,7 @@ def choose_tokens(
     num_blocks = -(-vocab_size // tile.columns)
     most_blocks = next_power_of_2(num_blocks)
     shape = (num_rows, num_blocks)
-    block_best = logits_TV.new_empty(shape, dtype=torch.float32)
-    block_drawn = logits_TV.new_empty(shape, dtype=torch.float64)
+    block_best, block_drawn = logits_TV.new_empty((2, *shape), dtype=torch.float32)
     block_ids, block_finite = (_int32(logits_TV, *shape) for _ in range(2))
     # A pointer that is never read where there is no such tensor.
     addends = logits_TV if addend_TV is None else addend_TV
@@ -100,18 +99,27 @@ def choose_tokens(
         num_warps=tile.num_warps,
     )
     reduce_kernel[(num_rows,)](
+        logits_TV,
+        addends,
         segments,
         rows.sampling_rows_B,
+        rows.positions_T,
         rows.temperatures_N,
+        rows.seeds_N,
         block_best,
         block_ids,
         block_drawn,
         block_finite,
         out.token_ids_T,
         out.is_finite_T,
+        vocab_size,
+        logits_TV.stride(0),
+        addends.stride(0),
         rows.temperatures_N.stride(0),
         out.token_ids_T.stride(0),
+        rows.position_offset,
         num_blocks,
+        HAS_ADDEND=has_addend,
         HAS_SEGMENTS=has_segments,
         MOST_BLOCKS=most_blocks,
         num_warps=1,

@@ -1,8 +1,9 @@
 """The choice of tokens in Triton: two passes over the logits, and a reduction over their blocks.
 
 The first pass finds the greatest value of each block of columns; the second, of rows with a
-temperature only, adds noise to what the first left behind. The float64 noise is that of
-`noise.py`: its words are the same bit for bit.
+temperature only, adds noise to what the first left behind. Noise is float64, its words those of
+`noise.py` bit for bit. It is made for few tokens: float32 says which ones could be the choice,
+and nearly always that is one.
 
 Dimensions: T rows, V columns, in blocks of BLOCK_V.
 """
@@ -85,10 +86,10 @@ def scan_kernel(
 
 
 @triton.jit
-def _noise_words(seed, position, first_group, NUM_GROUPS: tl.constexpr):
-    """Random words of neighbouring tokens, uint32: one of the four to the token 4 * group + i."""
-    groups = (first_group + tl.arange(0, NUM_GROUPS)).to(tl.uint32)
-    zeros = tl.zeros([NUM_GROUPS], tl.uint32)
+def _noise_words(seed, position, groups):
+    """Random words, uint32: one of the four to each of the tokens 4 * group + i."""
+    groups = groups.to(tl.uint32)
+    zeros = groups * 0
     low = zeros + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zeros + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     # The fourth word is the stream: that of the target's choice is 0.
@@ -96,12 +97,12 @@ def _noise_words(seed, position, first_group, NUM_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def gumbel_noise(seed, position, first_group, NUM_GROUPS: tl.constexpr):
-    """Noise of 4 * NUM_GROUPS neighbouring tokens from 4 * first_group on, float64."""
-    word_0, word_1, word_2, word_3 = _noise_words(seed, position, first_group, NUM_GROUPS)
-    pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
-    words = tl.reshape(pairs, (4 * NUM_GROUPS,))
-    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+def gumbel_noise(seed, position, columns):
+    """Noise of tokens, float64."""
+    word_0, word_1, word_2, word_3 = _noise_words(seed, position, columns // 4)
+    place = columns % 4
+    low, high = tl.where(place == 0, word_0, word_1), tl.where(place == 2, word_2, word_3)
+    uniform = (tl.where(place < 2, low, high).to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-tl.log(uniform))
 
 
@@ -130,7 +131,39 @@ def rough_gumbel_noise(words):
 
 
 @triton.jit
+def _least_that_could_win(greatest_rough):
+    """Below it no rough value is that of the choice: two may be off by half of what is taken off,
+    noise, product and sum together."""
+    return greatest_rough - (6e-4 + 1e-6 * tl.abs(greatest_rough))
+
+
+@triton.jit
 def _draw_exactly(
+    logits,
+    addends,
+    row,
+    columns,
+    greatest,
+    temperature,
+    seed,
+    position,
+    num_columns,
+    logits_stride,
+    addends_stride,
+    HAS_ADDEND: tl.constexpr,
+):
+    """Values / temperature + noise, float64; minus infinity for what is no number or no column."""
+    values = _values(
+        logits, addends, row, columns, num_columns, logits_stride, addends_stride, HAS_ADDEND
+    )
+    # The division of the reference: correctly rounded.
+    scaled = tl.div_rn(values - greatest, values * 0.0 + temperature)
+    drawn = gumbel_noise(seed, position, columns) + scaled.to(tl.float64)
+    return tl.where((columns < num_columns) & (drawn == drawn), drawn, float("-inf"))
+
+
+@triton.jit
+def _best_of_block(
     logits,
     addends,
     row,
@@ -143,57 +176,22 @@ def _draw_exactly(
     logits_stride,
     addends_stride,
     HAS_ADDEND: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-):
-    """Values / temperature + noise of neighbouring columns, float64."""
-    columns = first_column + tl.arange(0, NUM_COLUMNS)
-    values = _values(
-        logits, addends, row, columns, num_columns, logits_stride, addends_stride, HAS_ADDEND
-    )
-    # The division of the reference: correctly rounded.
-    divisor = tl.zeros([NUM_COLUMNS], tl.float32) + temperature
-    scaled = tl.div_rn(values - greatest, divisor)
-    noise = gumbel_noise(seed, position, first_column // 4, NUM_COLUMNS // 4)
-    return noise + scaled.to(tl.float64)
-
-
-@triton.jit
-def _draw_block(
-    logits,
-    addends,
-    row,
-    block,
-    greatest,
-    temperature,
-    seed,
-    position,
-    num_columns,
-    logits_stride,
-    addends_stride,
-    HAS_ADDEND: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PART_V: tl.constexpr,
 ):
-    """The greatest of a block, all of it in float64, and the lowest column that has it."""
+    """The lowest column of a block that has its greatest value, all in float64."""
     best = tl.full([PART_V], float("-inf"), tl.float64)
-    best_ids = tl.full([PART_V], _NO_ID, tl.int32)
+    best_ids = first_column + tl.arange(0, PART_V)
     # Unrolled, the logarithms would be more code than an instruction cache holds.
     for part in range(BLOCK_V // PART_V):
-        first = block * BLOCK_V + part * PART_V
+        columns = first_column + part * PART_V + tl.arange(0, PART_V)
         drawn = _draw_exactly(
-            logits, addends, row, first, greatest, temperature, seed, position,
-            num_columns, logits_stride, addends_stride, HAS_ADDEND, PART_V,
+            logits, addends, row, columns, greatest, temperature, seed, position, num_columns,
+            logits_stride, addends_stride, HAS_ADDEND,
         )  # fmt: skip
-        columns = first + tl.arange(0, PART_V)
-        # A NaN is never better; of equal values the first stays.
-        is_better = (drawn > best) | ((best_ids == _NO_ID) & (drawn == drawn))
-        is_better &= columns < num_columns
-        best = tl.where(is_better, drawn, best)
-        best_ids = tl.where(is_better, columns, best_ids)
-    greatest_drawn = tl.max(best, axis=0)
-    best_id = tl.min(tl.where(best == greatest_drawn, best_ids, _NO_ID), axis=0)
-    # Where all is NaN, any id of the block will do.
-    return greatest_drawn, tl.where(best_id == _NO_ID, block * BLOCK_V, best_id)
+        best_ids = tl.where(drawn > best, columns, best_ids)
+        best = tl.maximum(best, drawn)
+    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, _NO_ID), axis=0)
 
 
 @triton.jit(
@@ -210,7 +208,7 @@ def draw_kernel(
     seeds,
     block_best,
     block_ids,  # in: of the greatest value; out: of the greatest value with noise
-    block_drawn,  # float64 [T, blocks], the value with noise
+    block_drawn,  # float32 [T, blocks], roughly the value with noise
     num_columns,
     logits_stride,
     addends_stride,
@@ -223,10 +221,7 @@ def draw_kernel(
     PART_V: tl.constexpr,
     MOST_BLOCKS: tl.constexpr,
 ):
-    """The greatest of values / temperature + noise of each block, for rows with a temperature.
-
-    Float32 says which columns could be it: nearly always one, of which alone float64 is asked.
-    """
+    """The greatest of values / temperature + noise of each block, for rows with a temperature."""
     block, row = tl.program_id(0), tl.program_id(1)
     table_row = _table_row(row, segments, sampling_rows, HAS_SEGMENTS)
     if table_row < 0:
@@ -249,7 +244,7 @@ def draw_kernel(
     best_ids = tl.zeros([PART_V // 4], tl.int32)
     for part in range(BLOCK_V // PART_V):
         first = block * BLOCK_V + part * PART_V
-        words = _noise_words(seed, position, first // 4, PART_V // 4)
+        words = _noise_words(seed, position, first // 4 + tl.arange(0, PART_V // 4))
         for place in tl.static_range(4):
             columns = first + 4 * tl.arange(0, PART_V // 4) + place
             values = _values(
@@ -262,42 +257,51 @@ def draw_kernel(
             best_ids = tl.where(rough > best, columns, best_ids)
             best = tl.maximum(best, rough)
     greatest_rough = tl.max(best, axis=0)
-    # Each of two may be off by half of it: noise, product and sum together.
-    least = greatest_rough - (6e-4 + 1e-6 * tl.abs(greatest_rough))
-    could_be = (best >= least).to(tl.int32) + (second >= least).to(tl.int32)
+    least = _least_that_could_win(greatest_rough)
+    could_win = (best >= least).to(tl.int32) + (second >= least).to(tl.int32)
     best_id = tl.max(tl.where(best >= least, best_ids, 0), axis=0)
-    if tl.sum(could_be, axis=0) == 1:
-        first_column = best_id // 4 * 4
-        drawn = _draw_exactly(
-            logits, addends, row, first_column, greatest, temperature, seed, position,
-            num_columns, logits_stride, addends_stride, HAS_ADDEND, 4,
-        )  # fmt: skip
-        is_best = first_column + tl.arange(0, 4) == best_id
-        greatest_drawn = tl.max(tl.where(is_best, drawn, float("-inf")), axis=0)
-    else:
-        greatest_drawn, best_id = _draw_block(
-            logits, addends, row, block, greatest, temperature, seed, position,
+    if tl.sum(could_win, axis=0) != 1:
+        best_id = _best_of_block(
+            logits, addends, row, block * BLOCK_V, greatest, temperature, seed, position,
             num_columns, logits_stride, addends_stride, HAS_ADDEND, BLOCK_V, PART_V,
         )  # fmt: skip
     place = row * num_blocks + block
-    tl.store(block_drawn + place, greatest_drawn)
+    tl.store(block_drawn + place, greatest_rough)
     tl.store(block_ids + place, best_id)
 
 
-@triton.jit(do_not_specialize_on_alignment=["segments", "sampling_rows", "token_ids", "is_finite"])
+@triton.jit(
+    do_not_specialize=["position_offset"],
+    do_not_specialize_on_alignment=[
+        "segments",
+        "sampling_rows",
+        "positions",
+        "token_ids",
+        "is_finite",
+    ],
+)
 def reduce_kernel(
+    logits,
+    addends,
     segments,
     sampling_rows,
+    positions,
     temperatures,
+    seeds,
     block_best,
     block_ids,
     block_drawn,
     block_finite,
     token_ids,
     is_finite,
+    num_columns,
+    logits_stride,
+    addends_stride,
     temperatures_stride,
     token_ids_stride,
+    position_offset,
     num_blocks,
+    HAS_ADDEND: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
     MOST_BLOCKS: tl.constexpr,
 ):
@@ -311,11 +315,22 @@ def reduce_kernel(
         blocks = tl.arange(0, MOST_BLOCKS)
         is_block = blocks < num_blocks
         places = row * num_blocks + blocks
-        values = tl.load(block_best + places, mask=is_block, other=float("-inf")).to(tl.float64)
-        if temperature > 0.0:
-            values = tl.load(block_drawn + places, mask=is_block, other=float("-inf"))
+        values = tl.load(block_best + places, mask=is_block, other=float("-inf"))
         ids = tl.load(block_ids + places, mask=is_block, other=_NO_ID)
-        token_id = tl.min(tl.where(values == tl.max(values, axis=0), ids, _NO_ID), axis=0)
+        greatest = tl.max(values, axis=0)
+        is_best = values == greatest
+        if temperature > 0.0:
+            rough = tl.load(block_drawn + places, mask=is_block, other=float("-inf"))
+            is_best = is_block & (rough >= _least_that_could_win(tl.max(rough, axis=0)))
+            if tl.sum(is_best.to(tl.int32), axis=0) != 1:
+                drawn = _draw_exactly(
+                    logits, addends, row, ids, greatest,
+                    tl.maximum(temperature.to(tl.float32), _TINY), tl.load(seeds + table_row),
+                    tl.load(positions + row).to(tl.int64) + position_offset, num_columns,
+                    logits_stride, addends_stride, HAS_ADDEND,
+                )  # fmt: skip
+                is_best = is_block & (drawn == tl.max(drawn, axis=0))
+        token_id = tl.min(tl.where(is_best, ids, _NO_ID), axis=0)
         finite = tl.min(tl.load(block_finite + places, mask=is_block, other=1), axis=0)
     tl.store(token_ids + row * token_ids_stride, token_id)
     tl.store(is_finite + row, finite)

@@ -8,12 +8,7 @@ import pytest
 
 from stagecoach.__main__ import main
 from tests.cpu.cli.command_run import Run, Stagecoach
-from tests.small_engine import write_small_draft, write_small_model
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("model"))
+from tests.small_engine import write_small_draft
 
 
 @pytest.fixture(scope="session")

@@ -3,41 +3,20 @@
 Solved examples stand before each question, so the questions of a family share a prefix.
 """
 
-from typing import Any
-
 import pytest
 
-from stagecoach import LLM
-from stagecoach.demo.evaluation import EvaluationReport, evaluate_model
-from tests.demo_answers import SPECULATION
+from stagecoach.demo.evaluation import EvaluationReport
+from tests.demo_answers import SPECULATION, evaluate
 
 pytestmark = pytest.mark.cpu
 
-FAMILIES = ("tool_calls", "multi_turn")
-NUM_SHOTS = 2
-
-
-def evaluate(**options: Any) -> EvaluationReport:
-    """In float64, where no rounding decides between two tokens."""
-    with LLM(
-        "demo",
-        dtype="float64",
-        distributed_executor_backend="uni",
-        num_threads=1,
-        max_model_len=2048,
-        max_num_seqs=3,
-        show_progress=False,
-        log_level="warning",
-        **options,
-    ) as llm:
-        return evaluate_model(
-            llm, families=FAMILIES, limit=3, seed=1, max_tokens=64, num_fewshot=NUM_SHOTS
-        )
+SIZES = {"limit": 3, "seed": 1, "num_fewshot": 2, "max_num_seqs": 3}
 
 
 @pytest.fixture(scope="module")
 def full() -> EvaluationReport:
     return evaluate(
+        **SIZES,
         pipeline_parallel_size=2,
         tensor_parallel_size=4,
         speculative_config=SPECULATION,
@@ -53,7 +32,7 @@ def assert_same_answers(report: EvaluationReport, other: EvaluationReport) -> No
 
 
 def test_scores_are_those_of_one_stage_without_any_of_it(full: EvaluationReport) -> None:
-    plain = evaluate(enable_prefix_caching=False)
+    plain = evaluate(**SIZES, enable_prefix_caching=False)
     assert all(score > 0 for score in plain.tasks.values())
     assert_same_answers(full, plain)
     assert (plain.cached_share, plain.speculation) == (None, None)
@@ -62,7 +41,7 @@ def test_scores_are_those_of_one_stage_without_any_of_it(full: EvaluationReport)
 
 def test_acceptance_is_that_of_one_stage_without_a_cache(full: EvaluationReport) -> None:
     """The draft finds its context where a prefix was found, and is as often right."""
-    uncached = evaluate(speculative_config=SPECULATION, enable_prefix_caching=False)
+    uncached = evaluate(**SIZES, speculative_config=SPECULATION, enable_prefix_caching=False)
     assert_same_answers(full, uncached)
     assert full.speculation is not None and uncached.speculation is not None
     assert full.speculation == uncached.speculation

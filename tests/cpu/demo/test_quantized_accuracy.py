@@ -1,16 +1,13 @@
 """Quantised weights and rows with everything else at once: the scores stay, the answers agree."""
 
-from typing import Any
-
 import pytest
 
-from stagecoach import LLM
-from stagecoach.demo.evaluation import EvaluationReport, evaluate_model
-from tests.demo_answers import SPECULATION
+from stagecoach.demo.evaluation import EvaluationReport
+from tests.demo_answers import SPECULATION, evaluate
 
 pytestmark = pytest.mark.cpu
 
-FAMILIES = ("tool_calls", "multi_turn")
+SIZES = {"limit": 2, "seed": 2, "num_fewshot": 1, "max_num_seqs": 4}
 FORMATS = {
     "mxfp4_experts": "packed",
     "online_quantization": "ptpc_fp8",
@@ -19,26 +16,11 @@ FORMATS = {
 A_POINT = 0.01
 
 
-def evaluate(**options: Any) -> EvaluationReport:
-    """In float64, where batches and stages change no activation's code."""
-    with LLM(
-        "demo",
-        dtype="float64",
-        distributed_executor_backend="uni",
-        num_threads=1,
-        max_model_len=2048,
-        max_num_seqs=4,
-        show_progress=False,
-        log_level="warning",
-        **options,
-    ) as llm:
-        return evaluate_model(llm, families=FAMILIES, limit=2, seed=2, max_tokens=64, num_fewshot=1)
-
-
 @pytest.fixture(scope="module")
 def full() -> EvaluationReport:
     """The draft is quantised like the target."""
     return evaluate(
+        **SIZES,
         pipeline_parallel_size=2,
         tensor_parallel_size=4,
         speculative_config={
@@ -52,7 +34,7 @@ def full() -> EvaluationReport:
 
 
 def test_scores_are_within_a_point_of_those_without(full: EvaluationReport) -> None:
-    plain = evaluate()
+    plain = evaluate(**SIZES)
     assert all(score > 0 for score in plain.tasks.values())
     for family, score in plain.tasks.items():
         assert abs(full.tasks[family] - score) <= A_POINT, family
@@ -60,7 +42,7 @@ def test_scores_are_within_a_point_of_those_without(full: EvaluationReport) -> N
 
 def test_answers_are_those_of_one_stage_without_drafts_or_cache(full: EvaluationReport) -> None:
     """With as many ranks, as each quantises its own columns."""
-    alone = evaluate(tensor_parallel_size=4, enable_prefix_caching=False, **FORMATS)
+    alone = evaluate(**SIZES, tensor_parallel_size=4, enable_prefix_caching=False, **FORMATS)
     assert full.tasks == alone.tasks
     assert full.wrong == alone.wrong
     assert full.num_output_tokens == alone.num_output_tokens

@@ -340,7 +340,7 @@ def test_the_loops_last_words_reach_everybody(carrier: Carrier) -> None:
 def test_the_last_words_of_a_worker_and_a_client_reach_the_loop(carrier: Carrier) -> None:
     failed = WorkerFailed(worker="1", kind="RuntimeError", reason="x" * (1 << 20))
     carrier.workers[1].send(failed)
-    carrier.workers[1].close()
+    carrier.workers[1].close(has_last_words=True)
     carrier.client.send(Shutdown())
     carrier.client.close()
     assert from_workers(carrier.loop, 1) == [(1, failed)]
@@ -351,7 +351,8 @@ def test_ports_close_though_nobody_ever_listened(zmq_folder: Path) -> None:
     client, worker = ZmqClientPort(zmq_folder, 0), ZmqWorkerPort(plan_channel_in(zmq_folder), 0)
     client.send(Shutdown())
     worker.send(WorkerAllocated(worker="0"))
-    in_threads([client.close, worker.close], timeout_seconds=10)
+    in_threads([worker.close], timeout_seconds=2)
+    in_threads([client.close], timeout_seconds=10)
     # A late submitter finds the port closed and says nothing.
     client.send(Shutdown())
 

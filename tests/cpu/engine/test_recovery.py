@@ -73,7 +73,8 @@ def check_answers(port: ScriptedPort) -> None:
 def fail(port: ScriptedPort, rank: int, kind: str = "RuntimeError", reason: str = "boom") -> None:
     port.gone.add(rank)
     worker = port.topology.worker(rank).name
-    port.reply(WorkerFailed(worker=worker, kind=kind, reason=reason), rank)
+    generation = port.generations.get(rank, 0)
+    port.reply(WorkerFailed(worker=worker, kind=kind, reason=reason, generation=generation), rank)
 
 
 def break_link(port: ScriptedPort, rank: int) -> None:
@@ -105,6 +106,15 @@ def test_several_that_end_at_once_are_one_recovery() -> None:
 def test_a_worker_that_says_why_it_ends_is_respawned() -> None:
     port = recovering(lambda port: fail(port, 2)).run()
     assert port.respawned == [(2,)] and "RuntimeError: boom" in port.sent(RecoveryBegan)[0].reason
+    check_answers(port)
+
+
+def test_last_words_of_one_that_was_replaced_are_late() -> None:
+    def speak_late(port: ScriptedPort) -> None:
+        port.reply(WorkerFailed(worker="worker[1,0]", kind="RuntimeError", reason="late"), 2)
+
+    port = recovering(lambda port: port.lose(2), speak_late).run()
+    assert port.respawned == [(2,)] and len(port.sent(RecoveryBegan)) == 1
     check_answers(port)
 
 

@@ -17,7 +17,6 @@ from stagecoach.kernels import nvrtc
 from stagecoach.kernels.linear import fp8_product_cuda
 from stagecoach.kernels.linear.fp8_product_cuda import (
     Fp8Arguments,
-    Fp8ProductTiles,
     choose_product_tiles,
     product_definitions,
 )
@@ -38,14 +37,13 @@ class OnHost(NamedTuple):
     """The kernel with a size of tiles; clusters are a matter of the launch."""
 
     rows: int
-    groups: int
     quantizes: bool
     library: ctypes.CDLL
 
 
-@pytest.fixture(scope="module", params=[(8, 1, False), (32, 2, False), (8, 1, True)])
+@pytest.fixture(scope="module", params=[(8, False), (32, False), (8, True)])
 def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnHost:
-    rows, groups, quantizes = request.param
+    rows, quantizes = request.param
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -54,11 +52,11 @@ def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     source, library = folder / "product.cpp", folder / "product.so"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
-    values = product_definitions(Fp8ProductTiles(rows, groups, 1), quantizes=quantizes)
+    values = product_definitions(rows, quantizes=quantizes)
     values |= {"NUM_STAGES": 2}
     definitions = [f"-D{name}={value}" for name, value in values.items()]
     subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
-    return OnHost(rows, groups, quantizes, ctypes.CDLL(str(library)))
+    return OnHost(rows, quantizes, ctypes.CDLL(str(library)))
 
 
 def _multiply(
@@ -66,7 +64,7 @@ def _multiply(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of random rows, of which the second is NaN, and the reference."""
     torch.manual_seed(0)
-    tile_rows, groups, quantizes, library = on_host
+    tile_rows, quantizes, library = on_host
     if quantizes:
         num_rows = 1
     x_TI = torch.randn(num_rows, num_inputs).bfloat16()
@@ -90,7 +88,7 @@ def _multiply(
         num_inputs=num_inputs,
     )
     assert library.size_of_arguments() == ctypes.sizeof(arguments)
-    num_clusters = -(-num_rows // tile_rows) * -(-num_outputs // (64 * groups))
+    num_clusters = -(-num_rows // tile_rows) * -(-num_outputs // 64)
     library.launch_product(ctypes.byref(arguments), num_clusters, cluster)
     assert (out_TO[num_rows:] == 7).all(), "written behind the last row"
     return out_TO[:num_rows].double(), fp8_linear(x_TI.double(), weight)
@@ -114,20 +112,30 @@ def test_several_tiles_of_rows(on_host: OnHost) -> None:
     torch.testing.assert_close(found_TO, expected_TO, rtol=4e-3, atol=1e-3, equal_nan=True)
 
 
-def test_the_order_of_a_sum_is_the_same_for_all_rows_of_a_tile() -> None:
-    clusters = {rows: choose_product_tiles(rows, 2304, 4096).cluster for rows in (1, 8, 9, 64)}
-    assert len(set(clusters.values())) == 1
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
+def test_a_launch_tells_the_cluster_and_that_it_may_start_early() -> None:
+    cluster, early = nvrtc._launch_attributes(4, is_dependent=True)
+    assert (int(cluster.id), cluster.value.clusterDim.x, cluster.value.clusterDim.y) == (4, 4, 1)
+    assert (int(early.id), early.value.programmaticStreamSerializationAllowed) == (6, 1)
+    assert nvrtc._launch_attributes(1, is_dependent=False) == []
+
+
+def test_cuts() -> None:
+    """Rows of a tile add up in one order, and shares of the inputs are whole tiles."""
+    cuts = {rows: choose_product_tiles(rows, 2304, 4096) for rows in (1, 8, 9, 33, 64, 65, 300)}
+    assert cuts[1] == cuts[8] == (8, 4)
+    assert [cuts[rows].rows for rows in (9, 33, 64, 65, 300)] == [32, 64, 64, 64, 64]
+    assert choose_product_tiles(5, 100_000, 4096).cluster == 1, "blocks enough"
+    assert choose_product_tiles(5, 64, 256).cluster == 1, "nothing to share"
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
-@pytest.mark.parametrize(
-    ("rows", "groups", "quantizes"), [(8, 1, True), (8, 1, False), (64, 1, False), (128, 2, False)]
-)
-def test_compiles_for_hopper(rows: int, groups: int, tmp_path: Path, *, quantizes: bool) -> None:
+@pytest.mark.parametrize(("rows", "quantizes"), [(8, True), (8, False), (32, False), (64, False)])
+def test_compiles_for_hopper(rows: int, tmp_path: Path, *, quantizes: bool) -> None:
     """Products of E4M3 by warpgroups, several before one waits; no register in local memory."""
     cubin = tmp_path / "product.cubin"
-    definitions = product_definitions(Fp8ProductTiles(rows, groups, 1), quantizes=quantizes)
-    assert definitions["SHARED_BYTES"] <= 227 * 1024
+    definitions = product_definitions(rows, quantizes=quantizes)
+    assert definitions["SHARED_BYTES"] <= 75 * 1024, "three blocks a processor"
     cubin.write_bytes(nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions))
     import triton
 
@@ -143,7 +151,7 @@ def test_compiles_for_hopper(rows: int, groups: int, tmp_path: Path, *, quantize
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
 def test_too_little_shared_memory_is_an_error() -> None:
-    definitions = product_definitions(Fp8ProductTiles(8, 1, 1), quantizes=False)
+    definitions = product_definitions(8, quantizes=False)
     definitions["SHARED_BYTES"] -= 64
     with pytest.raises(nvrtc.CudaCompileError, match="the host reserves less"):
         nvrtc.compile_cubin(_SOURCE, "sm_90a", definitions)

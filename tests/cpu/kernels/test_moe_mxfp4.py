@@ -108,11 +108,12 @@ def test_the_door_takes_packed_experts() -> None:
 def test_few_pairs_are_cut_so_that_every_row_has_one_block(
     num_pairs: int, num_experts: int, num_inputs: int, num_outputs: int
 ) -> None:
-    tiles = few_tiles(num_pairs, num_experts)
+    tiles = few_tiles(num_pairs, num_experts, has_many=False)
     assert tiles is not None and (num_pairs > 32) == tiles.is_sorted
     for is_gated in (False, True):
         made = tiles.cut(num_inputs, num_outputs, num_pairs, is_gated=is_gated)
-        assert made.rows * made.k_warps == 4 * (16 if is_gated else 32)
+        assert made.rows * made.k_warps == tiles.num_warps * (16 if is_gated else 32)
         assert 1 <= made.blocks_of_rows <= 8
         assert (made.k_warps - 1) * 128 < num_inputs
-    assert few_tiles(13 * num_experts, num_experts) is None
+    assert few_tiles(13 * num_experts, num_experts, has_many=False) is None
+    assert few_tiles(5 * num_experts, num_experts, has_many=True) is None

@@ -20,6 +20,7 @@ from stagecoach.kernels import nvrtc
 from stagecoach.kernels.activation import Activation
 from stagecoach.kernels.moe import cuda, mxfp4_cuda
 from stagecoach.kernels.moe.mxfp4_cuda import FewArguments, few_definitions
+from stagecoach.kernels.moe.mxfp4_tiles import FewTiles, few_tiles
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
 
 _SOURCE = Path(mxfp4_cuda.__file__).with_name("mxfp4.cu")
@@ -32,6 +33,11 @@ extern "C" void launch_few(const Arguments *given, int num_x, int num_y) {
 """
 _SITU = Activation("situ", 4.0, 25.0)
 _NUM_EXPERTS, _NUM_CHOSEN = 3, 2
+
+
+def _tiles(k_warps: int) -> FewTiles:
+    """Blocks of four warps where two share inputs, otherwise of eight."""
+    return FewTiles(True, _NUM_EXPERTS, *((4, 4, 4) if k_warps == 2 else (8, 2, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, int]
     made = {}
     for is_gated, k_warps in ((True, 2), (False, 4)):
         library = folder / f"mxfp4_{is_gated}_{k_warps}.so"
-        values = few_definitions(k_warps, is_gated=is_gated)
+        values = few_definitions(_tiles(k_warps), k_warps, is_gated=is_gated)
         definitions = [f"-D{name}={value}" for name, value in values.items()]
         options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
         subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
@@ -102,7 +108,7 @@ def _run(
         **pointers,
     )
     assert library.size_of_arguments() == ctypes.sizeof(arguments)
-    rows = blocks_of_rows * (16 if is_gated else 32) * 4 // k_warps
+    rows = blocks_of_rows * (16 if is_gated else 32) * _tiles(k_warps).num_warps // k_warps
     library.launch_few(ctypes.byref(arguments), math.ceil(num_outputs / rows), num_tiles)
     if order is None or not is_gated:
         return out_PO
@@ -173,17 +179,19 @@ def test_down(
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
 def test_compiles_for_gpus(tmp_path: Path) -> None:
-    """Both products; a chunk takes 16 of the matrix units', of four chunks that are unrolled."""
+    """Both products; a chunk takes 16 of the matrix units', of the chunks that are unrolled."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    for is_gated, architecture in ((False, "sm_80"), (True, "sm_90a")):
+    for is_gated, architecture, num_pairs in ((False, "sm_80", 16), (True, "sm_90a", 1024)):
         cubin = tmp_path / "mxfp4.cubin"
-        definitions = few_definitions(4, is_gated=is_gated)
+        tiles = few_tiles(num_pairs, 896, has_many=True)
+        assert tiles is not None
+        definitions = few_definitions(tiles, 4, is_gated=is_gated)
         cubin.write_bytes(nvrtc.compile_cubin(_SOURCE, architecture, definitions))
         if not tool.exists():
             pytest.skip("needs nvdisasm")
         listing = subprocess.run(
             [tool, "-c", cubin], capture_output=True, text=True, check=True
         ).stdout
-        assert len(re.findall(r"\bHMMA\b", listing)) == 4 * 16
+        assert len(re.findall(r"\bHMMA\b", listing)) == tiles.num_stages * 16

@@ -4,6 +4,7 @@ Beside it, what a host can see of the form for a GPU: it compiles, without waits
 """
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -23,7 +24,12 @@ from stagecoach.kernels.moe.mxfp4_many_cuda import (
     in_chunk_order,
     many_definitions,
 )
-from stagecoach.kernels.moe.mxfp4_tiles import ManyTiles, all_many_tiles, many_tiles
+from stagecoach.kernels.moe.mxfp4_tiles import (
+    MOST_ROWS,
+    ManyTiles,
+    all_many_tiles,
+    many_tiles,
+)
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
 
 _SOURCE = Path(mxfp4_many_cuda.__file__).with_name("mxfp4_many.cu")
@@ -35,15 +41,18 @@ extern "C" void launch_many(const Arguments *given, int num_blocks) {
 }
 """
 _SITU = Activation("situ", 4.0, 25.0)
-_TILES = ManyTiles(32, 8, 16, 2)
+# Warpgroups with rows of their own, and two that share the pairs of a row.
+_TILES = (ManyTiles(16, 8, 16, 2), ManyTiles(32, 16, 32, 4, 2))
 _NUM_EXPERTS = 3
 # Pairs of each expert: more than a tile has, few, and some more.
 _COUNTS = (35, 3, 12)
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDLL]:
-    """By whether it is gated."""
+def libraries(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[ManyTiles, bool], ctypes.CDLL]:
+    """By the cut, and by whether it is gated."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -53,13 +62,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDL
     source = folder / "mxfp4_many.cpp"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     made = {}
-    for is_gated in (True, False):
-        library = folder / f"mxfp4_many_{is_gated}.so"
-        values = many_definitions(_TILES, is_gated=is_gated)
+    for tiles, is_gated in itertools.product(_TILES, (True, False)):
+        library = folder / f"mxfp4_many_{tiles.warpgroups}_{is_gated}.so"
+        values = many_definitions(tiles, is_gated=is_gated)
         definitions = [f"-D{name}={value}" for name, value in values.items()]
         options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
         subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
-        made[is_gated] = ctypes.CDLL(str(library))
+        made[tiles, is_gated] = ctypes.CDLL(str(library))
     return made
 
 
@@ -73,6 +82,7 @@ def _packed(num_outputs: int, num_inputs: int) -> Mxfp4Weight:
 
 def _run(
     library: ctypes.CDLL,
+    tiles: ManyTiles,
     x: Tensor,
     weight: Mxfp4Weight,
     ids_TK: Tensor,
@@ -81,7 +91,7 @@ def _run(
     is_gated: bool,
     blocks_of_rows: int,
 ) -> tuple[Tensor, cuda.SortedPairs]:
-    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, _TILES.pairs)
+    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, tiles.pairs)
     x = in_chunk_order(x)
     out_PO = torch.full((ids_TK.numel(), num_outputs), 7.0).bfloat16()
     names = ("pairs", "offsets", "tile_experts", "tile_rows", "num_tiles")
@@ -113,14 +123,17 @@ def _choices() -> Tensor:
     return ids_T1[torch.randperm(len(ids_T1), generator=torch.Generator().manual_seed(3))]
 
 
-def test_gate_and_up(libraries: dict[bool, ctypes.CDLL]) -> None:
+@pytest.mark.parametrize("tiles", _TILES)
+def test_gate_and_up(
+    libraries: dict[tuple[ManyTiles, bool], ctypes.CDLL], tiles: ManyTiles
+) -> None:
     ids_TK = _choices()
     width, num_inputs = 128, 256
     weight = _packed(2 * width, num_inputs)
     x_TL = torch.randn(len(ids_TK), num_inputs + 8).bfloat16()[:, :num_inputs]
     x_TL[ids_TK[:, 0] < 0] = torch.nan
     out_PI, order = _run(
-        libraries[True], x_TL, weight, ids_TK, width, is_gated=True, blocks_of_rows=1
+        libraries[tiles, True], tiles, x_TL, weight, ids_TK, width, is_gated=True, blocks_of_rows=1
     )
     num_real = sum(_COUNTS)
     assert (out_PI[num_real:] == 7).all()
@@ -131,17 +144,19 @@ def test_gate_and_up(libraries: dict[bool, ctypes.CDLL]) -> None:
         assert (out_PI[place] - expected_I).norm() < 4e-3 * expected_I.norm()
 
 
-def test_down(libraries: dict[bool, ctypes.CDLL]) -> None:
+@pytest.mark.parametrize("tiles", _TILES)
+def test_down(libraries: dict[tuple[ManyTiles, bool], ctypes.CDLL], tiles: ManyTiles) -> None:
     ids_TK = _choices()
     num_outputs, num_inputs = 384, 128
     weight = _packed(num_outputs, num_inputs)
     by_pair_PI = torch.randn(len(ids_TK), num_inputs).bfloat16()
-    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, _TILES.pairs)
+    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, tiles.pairs)
     num_real = sum(_COUNTS)
     product_PI = torch.full_like(by_pair_PI, torch.nan)
     product_PI[:num_real] = by_pair_PI[order.pairs_P[:num_real].long()]
     out_PO, _ = _run(
-        libraries[False],
+        libraries[tiles, False],
+        tiles,
         product_PI,
         weight,
         ids_TK,
@@ -159,7 +174,7 @@ def test_down(libraries: dict[bool, ctypes.CDLL]) -> None:
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs cuda.bindings")
-@pytest.mark.parametrize("tiles", all_many_tiles()[-1:])
+@pytest.mark.parametrize("tiles", [all_many_tiles()[0], all_many_tiles()[-1]])
 def test_compiles_for_hopper(tmp_path: Path, tiles: ManyTiles) -> None:
     """Each form's eight products a chunk in two groups, with nothing in local memory."""
     import triton
@@ -172,17 +187,20 @@ def test_compiles_for_hopper(tmp_path: Path, tiles: ManyTiles) -> None:
         pytest.skip("needs nvdisasm")
     listing = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
     products = re.findall(r"\bHGMMA\.[^;]*", listing)
-    assert len(products) == 3 * 8
-    assert sum("gsb0" in product for product in products) == 3 * 2
+    num_forms = len({tiles.few_pairs, tiles.more_pairs, tiles.pairs})
+    assert len(products) == num_forms * 8
+    assert sum("gsb0" in product for product in products) == num_forms * 2
     assert not re.search(r"\b(LDL|STL)\b", listing)
 
 
-@pytest.mark.parametrize("mean", [11, 40, 150, 400])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3584, 384), (384, 3584), (3072, 3584)])
-def test_tiles_fit_a_processor(mean: int, num_inputs: int, num_outputs: int) -> None:
+@pytest.mark.parametrize("mean", [5, 11, 40, 70, 150, 400])
+@pytest.mark.parametrize(("latent", "width"), [(3584, 384), (3584, 3072)])
+def test_tiles_fit_a_processor(mean: int, latent: int, width: int) -> None:
     tiles = many_tiles(mean * 896, 896)
+    assert tiles.rows <= MOST_ROWS
     assert tiles.num_stages >= 3 and tiles.shared_bytes <= 227 * 1024
-    assert tiles.few_pairs < tiles.more_pairs < tiles.pairs
+    assert tiles.few_pairs <= tiles.more_pairs <= tiles.pairs
     for is_gated in (False, True):
-        cut = tiles.cut(num_inputs, num_outputs, 896, 132, is_gated=is_gated)
+        sizes = (latent, width) if is_gated else (width, latent)
+        cut = tiles.cut(*sizes, 896, 132, is_gated=is_gated)
         assert cut.num_blocks == 132 and cut.blocks_of_rows >= 1

@@ -186,3 +186,16 @@ def test_the_cluster_form_compiles_for_hopper(num_blocks: int) -> None:
 
 def test_the_cluster_form_takes_nothing_on_a_cpu() -> None:
     assert not cluster_cuda.is_taken(torch.zeros(1, 2, 7168, dtype=torch.bfloat16))
+
+
+def test_clusters_mix_few_tokens_and_programs_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    clustered: list[int] = []
+    monkeypatch.setattr(cluster_cuda, "is_taken", lambda *_: True)
+    monkeypatch.setattr(cluster_cuda, "mix", lambda bank_TBH, *_: clustered.append(len(bank_TBH)))
+    for num_tokens in (1, 64, 65):
+        bank_TBH = torch.randn(num_tokens, 2, 8)
+        partial_TH, key_H = torch.randn(num_tokens, 8), torch.randn(8)
+        mixed_TH = mixture_cuda.mix(bank_TBH, partial_TH, key_H, EPS)
+    assert clustered == [1, 64]
+    expected_TH = mixture_reference.mix(bank_TBH, partial_TH, key_H, EPS)
+    torch.testing.assert_close(mixed_TH, expected_TH)

@@ -67,7 +67,7 @@ ptx = compile_for_hopper(
 assert ptx.rindex("cache_hint.v4") < ptx.index("griddepcontrol.wait"), "weights before the wait"
 ptx = compile_for_hopper(
     quantize_rows_kernel, 4, {"out_ptr": "*fp8e4nv"}, BLOCK_I=2048, IS_WHOLE=True,
-    IS_DEPENDENT=True,
+    STARTS_LATE=False, IS_DEPENDENT=True,
 )
 assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx
 """

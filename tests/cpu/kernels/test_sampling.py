@@ -41,10 +41,11 @@ SMALL = cuda.ColumnTile(64, 64, 1)
 
 
 @triton.jit
-def _noise_kernel(out, seeds, positions, width, NUM_GROUPS: tl.constexpr):
+def _noise_kernel(out, seeds, positions, width, NUM_TOKENS: tl.constexpr):
     row = tl.program_id(0)
-    noise = kernel_noise(tl.load(seeds + row), tl.load(positions + row), 3, NUM_GROUPS)
-    tl.store(out + row * width + tl.arange(0, NUM_GROUPS * 4), noise)
+    tokens = tl.arange(0, NUM_TOKENS)
+    noise = kernel_noise(tl.load(seeds + row), tl.load(positions + row), 12 + tokens)
+    tl.store(out + row * width + tokens, noise)
 
 
 def test_the_noise_is_that_of_the_specification() -> None:
@@ -52,7 +53,7 @@ def test_the_noise_is_that_of_the_specification() -> None:
     seeds_R = torch.tensor([0, 1, -5, 2**62 + 17, -(2**63)])
     positions_R = torch.tensor([0, 1, 2**31 - 1, 2**33 + 5, 2**40])
     out_RV = torch.full((5, 128), torch.nan, dtype=torch.float64)
-    _noise_kernel[(5,)](out_RV, seeds_R, positions_R, 128, NUM_GROUPS=32)
+    _noise_kernel[(5,)](out_RV, seeds_R, positions_R, 128, NUM_TOKENS=128)
     expected_RV = gumbel_noise(seeds_R, positions_R, 140, "cpu")[:, 12:]
     assert torch.equal(out_RV, expected_RV)
 
@@ -233,7 +234,7 @@ from triton.compiler import ASTSource
 from stagecoach.kernels.sampling import sampling_kernel
 
 POINTERS = {
-    "logits": "*bf16", "addends": "*fp32", "block_best": "*fp32", "block_drawn": "*fp64",
+    "logits": "*bf16", "addends": "*fp32", "block_best": "*fp32", "block_drawn": "*fp32",
     "temperatures": "*fp64", "seeds": "*i64",
 }
 SIZES = {"num_columns", "num_blocks", "position_offset"}

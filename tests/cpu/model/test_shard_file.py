@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from stagecoach.errors import CheckpointError
-from stagecoach.model.shard_file import ShardFile
+from stagecoach.model.shard_file import ShardFile, WantedPart
 
 pytestmark = pytest.mark.cpu
 
@@ -80,6 +80,45 @@ def test_no_more_bytes_are_read_than_the_part_has(
     monkeypatch.setattr(os, "preadv", counting)
     part = file.read("matrix", (slice(0, 10), columns))
     assert sum(counts) == part.nbytes < share * TENSORS["matrix"].nbytes
+
+
+def test_parts_that_follow_each_other_are_read_in_one_call(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ShardFile(path)
+    order = sorted(TENSORS, key=lambda name: file.tensors[name].start)
+    places = [torch.empty(TENSORS[name].nbytes + 5, dtype=torch.uint8) for name in order]
+    calls = []
+    preadv = os.preadv
+
+    def few(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        """Less than was asked for, as a signal may have it."""
+        calls.append(offset)
+        if len(calls) == 1:
+            return preadv(descriptor, [*buffers[:1], buffers[1][:1]], offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", few)
+    wanted = [WantedPart(name, (), into) for name, into in zip(order, places, strict=True)]
+    for name, found in zip(order, file.read_parts(wanted), strict=True):
+        assert torch.equal(found.float(), TENSORS[name].float()), name
+    assert len(calls) == 2
+    rows = [
+        WantedPart("conv", (slice(row, row + 1), slice(0, 1), slice(0, 4)), None)
+        for row in (0, 1, 2, 5, 4)
+    ]
+    for part, found in zip(rows, file.read_parts(rows), strict=True):
+        assert torch.equal(found, TENSORS["conv"][part.region])
+    assert len(calls) == 2 + 3
+
+
+def test_an_error_in_one_call_names_the_part_that_is_cut(path: Path) -> None:
+    file = ShardFile(path)
+    order = sorted(TENSORS, key=lambda name: file.tensors[name].start)
+    last = next(name for name in reversed(order) if TENSORS[name].nbytes)
+    os.truncate(path, file.tensors[last].start + 1)
+    with pytest.raises(CheckpointError, match=rf"{last} cannot be read .*cut short"):
+        file.read_parts([WantedPart(name, (), None) for name in order])
 
 
 def test_threads_read_at_once(path: Path) -> None:

@@ -35,7 +35,7 @@ struct alignas(16) uint4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-constexpr int HOST_WARPS = 4, LANES = 32;
+constexpr int HOST_WARPS = NUM_WARPS, LANES = 32;
 alignas(16) unsigned char memory[227 * 1024];
 std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[HOST_WARPS];
 unsigned operands_of[HOST_WARPS][LANES][6];

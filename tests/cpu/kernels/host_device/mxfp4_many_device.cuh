@@ -42,6 +42,7 @@ struct alignas(8) uint2 {
 };
 
 inline descriptor from_halves(unsigned low, unsigned high) { return low | (descriptor)high << 32; }
+inline int of_warp(int x) { return x; }
 inline int known_here(int x) { return x; }
 inline int load_again(const int *address) { return *address; }
 
@@ -111,6 +112,10 @@ inline unsigned char *at_address(unsigned address) { return memory + (address - 
 inline void copy_16_bytes(unsigned target, const void *source) {
     if (target % 16 || (size_t)source % 16) std::abort();
     std::memcpy(at_address(target), source, 16);
+}
+
+inline void copy_16_bytes_of_row(unsigned target, const void *source) {
+    copy_16_bytes(target, source);
 }
 
 inline void copy_4_bytes(unsigned target, const void *source) {
