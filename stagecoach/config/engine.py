@@ -62,7 +62,7 @@ class EngineConfig:
         metadata={
             "doc": "Experts that are stored as MXFP4: packed, as they are; decoded, to --dtype "
             "when they are loaded, four times as large or more; auto: packed on a GPU, where "
-            "decoding is faster so and chunks of thousands of tokens slower; decoded on a CPU."
+            "they are faster so; decoded on a CPU."
         },
     )
     online_quantization: str = field(
@@ -175,6 +175,13 @@ class EngineConfig:
         metadata={
             "doc": "Network interface of this host that carries plans and tensors to other hosts. "
             "Default: the one on the way to --master-addr."
+        },
+    )
+    host_key_file: str | None = field(
+        default=None,
+        metadata={
+            "doc": "File with a secret that all hosts of an engine share; who cannot prove to have "
+            "it is sent away at --master-port. Default: whoever reaches that port can ask to join."
         },
     )
     distributed_timeout_seconds: int = field(
@@ -429,8 +436,8 @@ class ResolvedConfig:
     def quantization(self) -> QuantizationChoice:
         """How the target's weights lie in memory."""
         mode, tp_size = self.engine.mxfp4_experts, self.engine.tensor_parallel_size
-        width = self.model.moe.intermediate_size if self.model.moe else 0
-        is_kept = self.device == "cuda" and has_whole_groups(width, tp_size)
+        is_whole = has_whole_groups(*self.model.expert_widths, tp_size)
+        is_kept = self.device == "cuda" and is_whole
         return QuantizationChoice(
             keeps_packed=is_kept if mode == "auto" else mode == "packed",
             fp8=self.engine.fp8_patterns,

@@ -53,6 +53,7 @@ class ChildProcesses:
         self._generations: dict[str, int] = {}
         self._lifelines: dict[str, Connection] = {}
         self._untold: set[str] = set()
+        self._servers: set[str] = set()
         self._bell, self._bell_rope = multiprocessing.Pipe(duplex=False)
         self._is_closed = False
         self._watcher = threading.Thread(target=self._watch, name="child watcher", daemon=True)
@@ -76,8 +77,13 @@ class ChildProcesses:
         *arguments: object,
         rank: int | None = None,
         generation: int = 0,
+        is_server: bool = False,
     ) -> None:
-        """Start `target(*arguments, lifeline)`; a name can be used again once its process ended."""
+        """Start `target(*arguments, lifeline)`; a name can be used again once its process ended.
+
+        Args:
+            is_server: it is there for the others, and ends by itself when its lifeline is cut.
+        """
         lifeline, owners_end = multiprocessing.Pipe(duplex=False)
         with apart_from_caller():
             process = process_class(
@@ -93,6 +99,8 @@ class ChildProcesses:
             self._lifelines[name] = owners_end
             self._processes[name], self._ranks[name] = process, rank
             self._generations[name] = generation
+            if is_server:
+                self._servers.add(name)
             self._untold.add(name)
         self._bell_rope.send_bytes(b"!")
 
@@ -113,9 +121,12 @@ class ChildProcesses:
         """End all, by force after this time; nothing more is told."""
         with self._lock:
             self._untold.clear()
-            processes = list(self._processes.values())
+            items = self._processes.items()
+            servers = [process for name, process in items if name in self._servers]
+            processes = [process for name, process in items if name not in self._servers]
         end_processes(processes, grace_seconds)
         self.close()
+        end_processes(servers, grace_seconds)
 
     def close(self) -> None:
         """Cut all lifelines, which ends whoever still runs."""

@@ -197,7 +197,11 @@ class ProcessEngine:
                 contact = head.gather(told.recv(), keys)
                 context = worker_context(self._config)
                 self._children.start(
-                    "store", context.Process, children.run_store, head.store_listener
+                    "store",
+                    context.Process,
+                    children.run_store,
+                    head.store_listener,
+                    is_server=True,
                 )
                 head.store_listener.close()
                 self._contact = contact

@@ -54,6 +54,9 @@ def connect(
             timeout=TIMEOUT,
             device_id=device if has_gpus else None,
         )
+    if worker.rank == 0:
+        # All are connected, so nobody is at an earlier meeting any more.
+        rendezvous.forget_earlier(generation)
     if has_gpus:
         from stagecoach.pipeline import cuda_links
 

@@ -34,8 +34,7 @@ class Rendezvous:
         from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
         if self.address is None:
-            assert self.file is not None, "a file or an address"
-            return FileStore(f"{self.file}-{generation}", num_workers)
+            return FileStore(str(self._file_of(generation)), num_workers)
         host, port = self.address
         timeout = datetime.timedelta(seconds=self.timeout_seconds)
         try:
@@ -44,6 +43,19 @@ class Rendezvous:
             [why, *_] = str(error).splitlines()
             raise RendezvousError(f"the store at {host}:{port} does not answer: {why}") from error
         return PrefixStore(f"generation {generation}", store)
+
+    def forget_earlier(self, generation: int) -> None:
+        """Remove the files of other generations; all workers must have come for this one."""
+        if self.file is None:
+            return
+        own = self._file_of(generation)
+        for path in self.file.parent.glob(f"{self.file.name}-*"):
+            if path != own:
+                path.unlink(missing_ok=True)
+
+    def _file_of(self, generation: int) -> Path:
+        assert self.file is not None, "a file or an address"
+        return self.file.with_name(f"{self.file.name}-{generation}")
 
 
 def serve_store(listener: socket.socket) -> "Store":

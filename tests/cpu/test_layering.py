@@ -163,6 +163,7 @@ _OPTIONS = (
     "master_addr",
     "master_port",
     "network_interface",
+    "host_key_file",
     "distributed_timeout_seconds",
     "execute_model_timeout_seconds",
     "recover",

@@ -1,6 +1,7 @@
 """Engines of two hosts, over a network of their own where this machine can have one."""
 
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -26,14 +27,17 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 
 def test_two_hosts_answer_as_one_process_does_until_one_is_killed(
-    hosts: TwoHosts, folder: Path, draft_folder: Path
+    hosts: TwoHosts, folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
-    """With drafts; the second host comes late, loses a worker, and dies without a word."""
+    """With drafts and a key; the second host comes late, loses a worker, and dies silently."""
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with thread_engine(folder) as llm:
         outputs = llm.generate(_PROMPTS, params, use_tqdm=False)
+    key = tmp_path / "host-key"
+    key.write_text(secrets.token_hex(32), "utf-8")
     options = (
-        *("--master-addr", hosts.addresses[0], "--recover", "--speculative-config"),
+        *("--master-addr", hosts.addresses[0], "--host-key-file", str(key), "--recover"),
+        "--speculative-config",
         f'{{"model": "{draft_folder}", "confidence_schedule": false, "watchdog": false}}',
     )
     hosts.first.serve(folder, *options, "--node-rank", "0")

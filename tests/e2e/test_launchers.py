@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -83,7 +84,10 @@ def test_stages_on_two_nodes_of_a_ray_cluster(
     folder: Path, expected: list[int], tmp_path: Path
 ) -> None:
     """And the loss of one."""
+    key = tmp_path / "host-key"
+    key.write_text(secrets.token_hex(32), "utf-8")
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "device": "cpu"}
+    sizes["host_key_file"] = str(key)
     # Ray tells its own news on the usual ways.
     answer = tmp_path / "answer"
     given = json.dumps([str(folder), OPTIONS | sizes, _PROMPT, str(answer)])

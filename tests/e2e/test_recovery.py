@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from stagecoach import LLM, RequestOutput, SamplingParams
+from stagecoach.engine.launch import ProcessEngine
 from stagecoach.errors import WorkerDiedError
 from stagecoach.request import StructuredOutputsParams
 from tests.e2e import two_hosts as two_hosts_module
@@ -119,6 +120,9 @@ def test_streams_notice_nothing(folder: Path, draft_folder: Path) -> None:
         during_a_recovery(llm, undisturbed)
         all_of_an_idle_engine(llm, undisturbed)
         assert_idle(llm)
+        assert isinstance(llm.client.engine, ProcessEngine)
+        meetings = list(llm.client.engine.folder.glob("rendezvous-*"))
+        assert len(meetings) == 1, f"earlier ones leave nothing: {meetings}"
 
 
 def each_rank_in_turn_in_the_middle_of_streams(llm: LLM, undisturbed: list[RequestOutput]) -> None:

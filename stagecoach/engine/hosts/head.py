@@ -17,6 +17,7 @@ from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.engine.child_processes import Ending
 from stagecoach.engine.contact import ChannelKeys, Contact
 from stagecoach.engine.hosts import network
+from stagecoach.engine.hosts.handshake import StrangerError, admit
 from stagecoach.engine.hosts.identity import identity_of
 from stagecoach.engine.hosts.line import SILENCE_SECONDS, Line, LineCutError
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
@@ -100,6 +101,7 @@ class Head:
         self._lock = threading.Lock()
         self._lines: dict[int, Line[FromMember]] = {}
         self._joins: dict[int, Join] = {}
+        self._strangers: dict[str, str] = {}  # why they were sent away, by address
         self._inbox: queue.SimpleQueue[_Arrival | _Word | Leaving | None] = queue.SimpleQueue()
         self._has_begun = False
         self._end: Ended | None = None
@@ -217,7 +219,7 @@ class Head:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, (address, *_) = self._listener.accept()
             except OSError as error:
                 if self._end is not None:
                     return
@@ -226,15 +228,22 @@ class Head:
                 time.sleep(_ACCEPT_SECONDS)
                 continue
             threading.Thread(
-                target=self._greet, args=(connection,), name="greeting", daemon=True
+                target=self._greet, args=(connection, address), name="greeting", daemon=True
             ).start()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket, address: str) -> None:
         """Let a member in that says who it is; anything else is sent away."""
         line: Line[FromMember] = Line(connection, FROM_MEMBER)
         connection.settimeout(_JOIN_SECONDS)
         try:
+            admit(line, self._meeting.secret)
             join = line.receive()
+        except StrangerError as error:
+            _LOG.warning("%s asked to join and was sent away: %s", address, error)
+            with self._lock:
+                self._strangers[address] = str(error)
+            line.close()
+            return
         except LineCutError as error:
             _LOG.debug("a connection that did not join: %s", error)
             line.close()
@@ -273,10 +282,12 @@ class Head:
     def _absence(self, missing: set[int]) -> str:
         seconds = self._config.engine.distributed_timeout_seconds
         numbers = ", ".join(map(str, sorted(missing)))
+        with self._lock:
+            sent_away = [f"; {where}: {why}" for where, why in self._strangers.items()]
         return (
             f"{self._meeting.noun} {numbers} of {len(self._meeting.ranks)} did not come within "
             f"{seconds} s ({option('distributed_timeout_seconds')}) to "
-            f"{self.address.address}:{self.address.port}"
+            f"{self.address.address}:{self.address.port}{''.join(sent_away)}"
         )
 
     def _refusal(self, join: Join) -> str | None:

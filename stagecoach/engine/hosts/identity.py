@@ -21,6 +21,7 @@ _MAY_DIFFER = {
     # What they were settled to is compared.
     *("device", "dtype", "max_model_len", "pp_partition"),
     *("model", "node_rank", "master_addr", "master_port", "network_interface"),
+    "host_key_file",
     *("distributed_timeout_seconds", "num_threads", "log_level"),
 }
 _INDEX = "model.safetensors.index.json"

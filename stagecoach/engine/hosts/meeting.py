@@ -6,10 +6,11 @@ meetings of their own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stagecoach.config.engine import EngineConfig, option
+from stagecoach.engine.hosts.handshake import read_host_key
 from stagecoach.pipeline.topology import Topology
 
 
@@ -34,6 +35,7 @@ class Meeting:
     look_up: Callable[[float], HeadAddress] | None = None
     release: Callable[[], None] | None = None  # what the head does at the very end
     host_key: str | None = None  # the same for members on one host; None: each has its own
+    secret: bytes | None = field(default=None, repr=False)  # of --host-key-file, the same for all
 
     def name(self, member: int, host: str) -> str:
         """How messages call it."""
@@ -41,7 +43,11 @@ class Meeting:
 
 
 def meeting_of_nodes(engine: EngineConfig) -> Meeting:
-    """A member on each of --nnodes hosts."""
+    """A member on each of --nnodes hosts.
+
+    Raises:
+        ConfigError: the key that they share cannot be read.
+    """
     topology = Topology.of(engine)
     return Meeting(
         member=engine.node_rank,
@@ -51,4 +57,5 @@ def meeting_of_nodes(engine: EngineConfig) -> Meeting:
         ),
         master=engine.master_addr,
         port=engine.master_port,
+        secret=read_host_key(engine.host_key_file),
     )

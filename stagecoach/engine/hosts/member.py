@@ -19,8 +19,9 @@ from stagecoach.config.engine import ResolvedConfig, option
 from stagecoach.engine.child_processes import ChildProcesses, Ending, start_worker
 from stagecoach.engine.contact import ChannelKeys, Contact
 from stagecoach.engine.hosts import network
+from stagecoach.engine.hosts.handshake import StrangerError, ask_to_enter
 from stagecoach.engine.hosts.identity import identity_of
-from stagecoach.engine.hosts.line import SILENCE_SECONDS, Line
+from stagecoach.engine.hosts.line import SILENCE_SECONDS, Line, LineCutError
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
 from stagecoach.engine.hosts.messages import (
     TO_MEMBER,
@@ -81,8 +82,9 @@ def run_member(config: ResolvedConfig, meeting: Meeting) -> None:
 
 def withdraw(meeting: Meeting, error: StagecoachError) -> None:
     """Tell the head, if it is there, that this member cannot come and why."""
-    with contextlib.suppress(RendezvousError):
+    with contextlib.suppress(RendezvousError, HostLostError):
         line = _connect(meeting, _WITHDRAW_SECONDS)
+        _enter(line, meeting)
         line.send(Leaving(reason=_words(meeting, error)))
         line.close()
 
@@ -107,6 +109,7 @@ class _Member:
         try:
             timeout = self._config.engine.distributed_timeout_seconds
             self._line = line = _connect(self._meeting, timeout, self.events)
+            _enter(line, self._meeting)
             self._interface = network.choose_interface(
                 self._config.engine.network_interface, line.peer_address
             )
@@ -242,6 +245,24 @@ def _connect(
         f"{meeting.noun} 0 did not answer at {where} within {seconds:g} s "
         f"({option('distributed_timeout_seconds')}): {reason}"
     )
+
+
+def _enter(line: Line[ToMember], meeting: Meeting) -> None:
+    """Show that this is a member of the engine; the line is closed where that fails.
+
+    Raises:
+        RendezvousError: the head has another key, or none.
+        HostLostError: it is gone.
+    """
+    head = meeting.name(0, meeting.master)
+    try:
+        ask_to_enter(line, meeting.secret)
+    except StrangerError as error:
+        line.close()
+        raise RendezvousError(f"{head}: {error}") from None
+    except LineCutError as error:
+        line.close()
+        raise HostLostError(f"{head} is gone: {error}") from None
 
 
 def _find(meeting: Meeting, seconds: float) -> HeadAddress:

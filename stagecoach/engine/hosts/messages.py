@@ -1,5 +1,6 @@
 """What the hosts of one engine say to each other, as frozen msgspec structs.
 
+    head --Challenge--> member --Hello--> head --Admitted--> member       on every line, at first
     member --Join, Reached--> head --Roll, Begin--> member       while they come together
     member --WorkerEnded, Leaving--> head --StartWorkers, Ended--> member       afterwards
 
@@ -22,8 +23,16 @@ class Ping(HostMessage, frozen=True):
 # member -> head
 
 
+class Hello(HostMessage, frozen=True):
+    """The answer to a Challenge."""
+
+    random: bytes
+    has_key: bool
+    proof: bytes  # that it is the same key; empty without one
+
+
 class Join(HostMessage, frozen=True):
-    """The first message: who comes, and with what."""
+    """The first message of a member that was admitted: who comes, and with what."""
 
     member: int
     ranks: tuple[int, ...]
@@ -58,6 +67,19 @@ class Leaving(HostMessage, frozen=True):
 
 
 # head -> member
+
+
+class Challenge(HostMessage, frozen=True):
+    """The first message on a line."""
+
+    random: bytes
+    has_key: bool
+
+
+class Admitted(HostMessage, frozen=True):
+    """The answer to a Hello that proved what it had to."""
+
+    proof: bytes  # that the head has the key, too; empty without one
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -99,8 +121,8 @@ class Ended(HostMessage, frozen=True):
     in_order: bool = False  # as its user wished
 
 
-FromMember = Ping | Join | Reached | WorkerEnded | Leaving
-ToMember = Ping | Roll | Begin | StartWorkers | Ended
+FromMember = Ping | Hello | Join | Reached | WorkerEnded | Leaving
+ToMember = Ping | Challenge | Admitted | Roll | Begin | StartWorkers | Ended
 
 _ENCODER = msgspec.msgpack.Encoder()
 FROM_MEMBER = msgspec.msgpack.Decoder(FromMember)

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
+from stagecoach.engine.hosts.handshake import read_host_key
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
 from stagecoach.engine.hosts.member import run_member, withdraw
 from stagecoach.errors import ConfigError, RendezvousError, StagecoachError
@@ -25,9 +26,11 @@ def meeting_on_ray(config: ResolvedConfig) -> Meeting:
     """The meeting of this process, which serves, and of an actor for each stage.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster runs.
+        ConfigError: Ray is not installed, no cluster runs, or the key that all share cannot be
+            read.
     """
     ray = _import_ray()
+    secret = read_host_key(config.engine.host_key_file)
     if not ray.is_initialized():
         try:
             ray.init(address="auto", logging_level="warning")
@@ -36,7 +39,7 @@ def meeting_on_ray(config: ResolvedConfig) -> Meeting:
                 f"{option('launcher')}=ray: no Ray cluster is found: {_first_line(error)}; "
                 "`ray start --head` begins one, RAY_ADDRESS names another"
             ) from None
-    troupe = _Troupe(ray, config)
+    troupe = _Troupe(ray, config, secret)
     return Meeting(
         member=0,
         noun=_NOUN,
@@ -45,6 +48,7 @@ def meeting_on_ray(config: ResolvedConfig) -> Meeting:
         port=None,
         publish=troupe.recruit,
         release=troupe.release,
+        secret=secret,
     )
 
 
@@ -65,6 +69,7 @@ def run_actor(engine: EngineConfig, number: int, head: HeadAddress, node: str) -
         master=head.address,
         port=head.port,
         host_key=node,
+        secret=read_host_key(engine.host_key_file),
     )
     try:
         config = resolve(engine)
@@ -77,9 +82,10 @@ def run_actor(engine: EngineConfig, number: int, head: HeadAddress, node: str) -
 class _Troupe:
     """The actors of one engine and the placement group that they are in."""
 
-    def __init__(self, ray: Any, config: ResolvedConfig) -> None:
+    def __init__(self, ray: Any, config: ResolvedConfig, secret: bytes | None) -> None:
         self._ray = ray
         self._config = config
+        self._secret = secret
         self._group: Any = None
         self._actors: list[Any] = []
         self._lock = threading.Lock()
@@ -159,7 +165,12 @@ class _Troupe:
             if self._is_released.is_set():
                 return
             place = Meeting(
-                member=number, noun=_NOUN, ranks=(), master=head.address, port=head.port
+                member=number,
+                noun=_NOUN,
+                ranks=(),
+                master=head.address,
+                port=head.port,
+                secret=self._secret,
             )
             withdraw(place, RendezvousError(_last_line(error)))
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stagecoach.config.engine import EngineConfig, option
+from stagecoach.engine.hosts.handshake import read_host_key
 from stagecoach.engine.hosts.meeting import HeadAddress, Meeting
 from stagecoach.errors import ConfigError, RendezvousError
 
@@ -30,7 +31,8 @@ def meeting_of_ranks(engine: EngineConfig, variables: Mapping[str, str] | None =
         variables: instead of this process's own.
 
     Raises:
-        ConfigError: a variable is missing or no number, or they are not those of this many ranks.
+        ConfigError: a variable is missing or no number, they are not those of this many ranks, or
+            the key that all share cannot be read.
     """
     if variables is None:
         variables = os.environ  # noqa: TID251
@@ -61,6 +63,7 @@ def meeting_of_ranks(engine: EngineConfig, variables: Mapping[str, str] | None =
         look_up=bulletin.look_up if bulletin else None,
         # A group of torchrun is what one agent started, on one host.
         host_key=variables.get("GROUP_RANK") or socket.gethostname(),
+        secret=read_host_key(engine.host_key_file),
     )
 
 

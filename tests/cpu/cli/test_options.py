@@ -48,6 +48,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "master_addr": ("10.0.0.1", "10.0.0.1"),
     "master_port": ("4000", 4000),
     "network_interface": ("eth1", "eth1"),
+    "host_key_file": ("a-key", "a-key"),
     "distributed_timeout_seconds": ("30", 30),
     "execute_model_timeout_seconds": ("20", 20),
     "recover": ("", True),

@@ -102,6 +102,19 @@ def test_they_end_with_their_lifelines(
     assert "late" not in children.process_ids
 
 
+def test_one_that_serves_the_others_ends_after_them_and_is_not_waited_for(
+    children: ChildProcesses, told: "queue.SimpleQueue[Ending]"
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    children.start("store", context.Process, _wait_for_owner, is_server=True)
+    children.start("worker[0,0]", context.Process, _end_with, 0, rank=0)
+    [store] = [item for item in multiprocessing.active_children() if item.name == "store"]
+    began = time.monotonic()
+    children.stop(_LIMIT_SECONDS)
+    assert time.monotonic() - began < _LIMIT_SECONDS / 2
+    assert store.exitcode == 0, "in order, not by force"
+
+
 def test_the_callers_main_module_is_put_aside_and_back() -> None:
     import sys
 

@@ -1,12 +1,13 @@
 """Members as actors: what is asked of Ray, told by a stand-in whose actors are threads.
 
-A real cluster is asked in tests/e2e/test_ray.py.
+A real cluster is asked in tests/e2e/test_launchers.py.
 """
 
 import dataclasses
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,21 @@ def test_an_actor_that_cannot_load_says_why(
     text = r"stage actor \d \(.*\): (CheckpointError: )?/models/k3: no config\.json"
     with pytest.raises(RendezvousError, match=text):
         gather(_head(party, _config())).result()
+
+
+def test_an_actor_shows_the_key_of_its_own_node(
+    party: Party, cluster: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"0123456789abcdef")
+    head = _head(party, _config(host_key_file=str(path)))
+    gather(head).result()
+    head.end("enough", in_order=True)
+    head = _head(party, _config(host_key_file=str(path)))
+    path.unlink()
+    # The actors' nodes have none, which who watches them tells with the server's.
+    with pytest.raises(RendezvousError, match=r"stage actor \d .*: --host-key-file=.*No such file"):
+        gather(head).result()
 
 
 def test_an_actor_that_dies_is_told_for_it(party: Party, cluster: Cluster) -> None:

@@ -1,8 +1,10 @@
 """What a process that torchrun started learns from its environment."""
 
+import dataclasses
 import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,14 @@ def test_every_rank_is_a_member_of_its_own() -> None:
     assert (meeting.member, meeting.ranks) == (3, ((0,), (1,), (2,), (3,)))
     assert (meeting.master, meeting.port, meeting.host_key) == ("gpu-a", 1234, "1")
     assert meeting.name(3, "gpu-b") == "rank 3 (gpu-b)"
+
+
+def test_the_shared_key_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"0123456789abcdef\n")
+    engine = dataclasses.replace(_ENGINE, host_key_file=str(path))
+    assert meeting_of_ranks(engine, _VARIABLES).secret == b"0123456789abcdef"
+    assert meeting_of_ranks(_ENGINE, _VARIABLES).secret is None
 
 
 def test_without_groups_a_host_is_its_name() -> None:
