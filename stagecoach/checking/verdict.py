@@ -3,6 +3,7 @@
 Owns how an outcome or an error becomes a verdict. Knows no checkpoint.
 """
 
+import re
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -86,10 +87,28 @@ class Verdicts:
                 status, detail = "failed", str(fault)
             except (StagecoachError, ValueError, OSError) as error:
                 status, detail = "failed", f"{type(error).__name__}: {error}"
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                status, detail = "failed", _describe_memory(error)
         seconds = time.perf_counter() - began
         verdict = Verdict(check=check, status=status, detail=detail, seconds=seconds)
         self._found[check] = verdict
         self._tell(verdict)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch raises a RuntimeError of this text where the host gives no memory."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _describe_memory(error: Exception) -> str:
+    found = re.search(r"allocate (\d+) bytes", str(error))
+    needed = f"{int(found[1]):,} bytes more were needed" if found else "the host gave no more"
+    return (
+        f"out of memory: {needed}; give --memory-gib a smaller number, free memory on this host, "
+        "or leave the layers out with --skip-layers"
+    )
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,10 +13,6 @@ _PACKED, _ONLINE = "mxfp4_experts", "online_quantization"
 _PATTERNS = ("online_quantization_include", "online_quantization_exclude")
 
 
-def _expert_width(asked: Combination) -> int:
-    return asked.model.moe.intermediate_size if asked.model.moe else 0
-
-
 def _asks_for_packed(asked: Combination) -> bool:
     return asked.engine.mxfp4_experts == "packed"
 
@@ -26,17 +22,18 @@ QUANTIZATION_RULES: tuple[Rule, ...] = (
         name="expert-groups",
         features=("MXFP4 experts",),
         axes=frozenset({"tp"}),
-        requires="each rank's width of an expert is whole groups of 32, or they are decoded",
+        requires="the widths of an expert are whole groups of 32 on each rank, or it is decoded",
         reason="32 columns of packed weights share a scale",
         parts=lambda asked: (
             (option(_PACKED), asked.engine.mxfp4_experts),
             (option("tensor_parallel_size"), asked.engine.tensor_parallel_size),
-            ("moe_intermediate_size", _expert_width(asked)),
+            ("moe_intermediate_size", asked.model.expert_widths[0]),
+            ("routed_expert_hidden_size or hidden_size", asked.model.expert_widths[1]),
         ),
         is_refused=lambda asked: (
             _asks_for_packed(asked)
             and asked.model.has_packed_experts
-            and not has_whole_groups(_expert_width(asked), asked.engine.tensor_parallel_size)
+            and not has_whole_groups(*asked.model.expert_widths, asked.engine.tensor_parallel_size)
         ),
     ),
     Rule(

@@ -132,6 +132,13 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layer_kinds)
 
+    @property
+    def expert_widths(self) -> tuple[int, int]:
+        """What a routed expert computes in between, and what it reads; zeros without any."""
+        if self.moe is None:
+            return 0, 0
+        return self.moe.intermediate_size, self.moe.latent_size or self.hidden_size
+
     def num_closed_blocks(self, layer: int) -> int:
         """Blocks in the residual bank before decoder layer `layer` runs: ceil(layer / block)."""
         if self.attn_res_block_size is None:

@@ -62,26 +62,34 @@ class NamePatterns:
     def selects(self, name: str) -> bool:
         return _matches(name, self.include) and not _matches(name, self.exclude)
 
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse a pattern of the caller's that matches none of a model's names: a misspelling.
+    def check(self, names: Iterable[str], quantizable: Iterable[str]) -> None:
+        """Refuse a pattern of the caller's that does nothing: a misspelling, or a vain hope.
+
+        Args:
+            names: of all of a model's tensors: what may be excluded.
+            quantizable: of the matrices that can be quantised: one of them must be included.
 
         Raises:
             ConfigError: names the pattern and an example of a name, or what together chooses none.
         """
-        known = list(names)
-        for option, patterns in ((_INCLUDE, self.include), (_EXCLUDE, self.exclude)):
+        known, matrices = list(names), list(quantizable)
+        for option, patterns, allowed, what in (
+            (_INCLUDE, self.include, matrices, "matrices that can be quantised"),
+            (_EXCLUDE, self.exclude, known, "tensors"),
+        ):
             for pattern in patterns:
                 if pattern in ("*", *DEFAULT_EXCLUDE):
                     continue
-                if not any(_matches(name, (pattern,)) for name in known):
+                if not any(_matches(name, (pattern,)) for name in allowed):
+                    example = allowed[len(allowed) // 2]
                     raise ConfigError(
-                        f"{option}: the pattern {pattern!r} matches none of {len(known)} tensors, "
-                        f"which have names like {known[len(known) // 2]!r}"
+                        f"{option}: the pattern {pattern!r} matches none of {len(allowed)} {what}, "
+                        f"which have names like {example!r}"
                     )
-        if not any(self.selects(name) for name in known):
+        if not any(self.selects(name) for name in matrices):
             raise ConfigError(
                 f"{_INCLUDE}={','.join(self.include)} and {_EXCLUDE}={','.join(self.exclude)}: "
-                f"none of {len(known)} tensors is left to quantise"
+                f"none of {len(matrices)} matrices is left to quantise"
             )
 
 
@@ -136,9 +144,14 @@ def has_packed_experts(keys: ConfigKeys) -> bool:
     return not any(_is_ignored(rule) for rule in _rules(section.get("ignore") or []))
 
 
-def has_whole_groups(expert_width: int, tp_size: int) -> bool:
-    """Whether each rank's columns of a packed expert are whole groups of 32."""
-    return expert_width % (tp_size * _GROUP_SIZE) == 0
+def has_whole_groups(expert_width: int, input_width: int, tp_size: int) -> bool:
+    """Whether each rank's columns of a packed expert are whole groups of 32.
+
+    Args:
+        expert_width: of what an expert computes in between, shared out among ranks.
+        input_width: of what it reads, whole on every rank.
+    """
+    return expert_width % (tp_size * _GROUP_SIZE) == 0 and input_width % _GROUP_SIZE == 0
 
 
 def refuse_other_files(file_name: str, content: dict[str, Any]) -> NoReturn:

@@ -38,10 +38,10 @@ _HOP_US = 6.0
 # Choice of tokens: a few small kernels, on the last stage.
 _SAMPLING_US = 20.0
 # Shares of the copy rate: of states, of cached rows, of experts that stay packed.
-_STATE_RATE, _ROW_RATE, _PACKED_RATE = 0.88, 0.9, 0.5
+_STATE_RATE, _ROW_RATE, _PACKED_RATE = 0.88, 0.9, 0.58
 # Shares of the matrix units' rate: of large products, of experts, of packed ones, and of attention
 # in windows and in chunks.
-_PRODUCT_FLOPS, _EXPERT_FLOPS, _PACKED_FLOPS = 0.95, 0.57, 0.2
+_PRODUCT_FLOPS, _EXPERT_FLOPS, _PACKED_FLOPS = 0.95, 0.57, 0.5
 _WINDOW_FLOPS, _CHUNK_FLOPS = 0.47, 0.6
 # Seconds of a head with a token: in a window of several, and in a chunk.
 _WINDOW_HEAD_TOKEN, _CHUNK_HEAD_TOKEN = 2.5e-9, 3.45e-9

@@ -223,6 +223,12 @@ def _tensor_paths(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{index}: weight_map must map names of tensors to files")
         if not weight_map:
             raise CheckpointError(f"{index}: weight_map names no tensor")
+        for name, file_name in weight_map.items():
+            path = Path(file_name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise CheckpointError(
+                    f"{index}: weight_map places {name} in {file_name!r}, outside the folder"
+                )
         files = {file_name: folder / file_name for file_name in set(weight_map.values())}
         return {name: files[file_name] for name, file_name in weight_map.items()}
     paths: dict[str, Path] = {}

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from stagecoach.config.model import ModelConfig
+from stagecoach.config.quantization import NamePatterns
 from stagecoach.errors import CheckpointError
 from stagecoach.model.checkpoint_reader import name_list
 from stagecoach.model.kimi_k3 import StageModel
@@ -27,6 +28,18 @@ def model_tensors(config: ModelConfig) -> dict[str, WeightSlot]:
         config, whole_model(config.num_layers), SingleRank(), torch.float32, device="meta"
     )
     return {slot.name: slot for slot in model.slots}
+
+
+def check_patterns(patterns: NamePatterns, needed: Mapping[str, WeightSlot]) -> None:
+    """Compare what is to be quantised with what a model has.
+
+    Args:
+        needed: as of `model_tensors`.
+
+    Raises:
+        ConfigError: as `NamePatterns.check` has it.
+    """
+    patterns.check(needed, (name for name, slot in needed.items() if slot.can_become_fp8))
 
 
 def check_checkpoint(folder: Path, stored: Iterable[str], needed: Mapping[str, WeightSlot]) -> None:

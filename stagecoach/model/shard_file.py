@@ -262,10 +262,15 @@ def _own_scratch(num_bytes: int) -> Tensor:
 
 def _extent(name: str, entry: Any, data_start: int) -> StoredExtent:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
-        start, end = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError):
+        dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+        start, end = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"the entry of {name} is incomplete") from None
+    # bool is an int to Python, and no size.
+    if not all(type(number) is int for number in (*shape, start, end)):
+        raise ValueError(f"{name} has shape {list(shape)} and offsets {[start, end]}, not integers")
+    if not 0 <= start <= end:
+        raise ValueError(f"{name} has offsets {[start, end]}")
     if min(shape, default=0) < 0:
         raise ValueError(f"{name} has shape {list(shape)}")
     if dtype in _DTYPES and end - start != prod(shape) * _DTYPES[dtype].itemsize:

@@ -63,6 +63,7 @@ class WeightSlot:
     region: tuple[slice, ...]  # this rank's part of it, one slice a dim, with start and stop
     target: Target  # view of a parameter, of the region's shape
     kind: WeightKind
+    can_become_fp8: bool = False  # it is multiplied by activations that can be quantised, too
 
 
 class WeightScope:
@@ -92,6 +93,7 @@ class WeightScope:
         self.slots: list[WeightSlot] = []
         self.parameters: list[Tensor] = []
         self._padding: list[Tensor] = []
+        self._asked: set[str] = set()  # names that may choose E4M3
         self._prefix = ""
 
     def child(self, name: str) -> "WeightScope":
@@ -104,7 +106,7 @@ class WeightScope:
             formats=self.formats,
         )
         scope.slots, scope.parameters = self.slots, self.parameters
-        scope._padding = self._padding
+        scope._padding, scope._asked = self._padding, self._asked
         scope._prefix = f"{self._prefix}{name}."
         return scope
 
@@ -130,7 +132,8 @@ class WeightScope:
         return self.parameter(*batch, num_inputs, num_outputs, kind=kind).transpose(-1, -2)
 
     def becomes_fp8(self, name: str) -> bool:
-        """Whether the matrix of this name is to be quantised while it is loaded."""
+        """Whether the matrix of this name, bound later, is to be quantised while it is loaded."""
+        self._asked.add(self._prefix + name)
         fp8 = self.formats.fp8
         return fp8 is not None and fp8.selects(self._prefix + name)
 
@@ -191,7 +194,9 @@ class WeightScope:
         """Fill `target` from `region` of the tensor `name`, whose whole shape is `shape`."""
         part = tuple(span.stop - span.start for span in region)
         assert part == tuple(target.shape), f"{name}: region {part}, target {tuple(target.shape)}"
-        self.slots.append(WeightSlot(self._prefix + name, shape, region, target, kind))
+        name = self._prefix + name
+        slot = WeightSlot(name, shape, region, target, kind, name in self._asked)
+        self.slots.append(slot)
 
     def check_covered(self) -> None:
         """Assert that slots and padding so far fill every parameter, and none twice."""

@@ -21,7 +21,7 @@ from stagecoach.kernels.quantization import Fp8Weight, Mxfp4Weight
 from stagecoach.model.checkpoint_reader import CheckpointReader, target_naming
 from stagecoach.model.dummy_weights import fill_slot
 from stagecoach.model.kimi_k3 import StageModel
-from stagecoach.model.ledger import LoadLedger, check_checkpoint, model_tensors
+from stagecoach.model.ledger import LoadLedger, check_checkpoint, check_patterns, model_tensors
 from stagecoach.model.parallel_linear import TensorParallel
 from stagecoach.model.read_ahead import read_ahead
 from stagecoach.model.slot_reads import HostPlacement, check_slot, pieces, write
@@ -79,7 +79,7 @@ def load_stage(  # noqa: PLR0913 (what one rank is, and where it comes from)
     """
     if dummy_seed is not None:
         if quantization.fp8 is not None:
-            quantization.fp8.check(model_tensors(config))
+            check_patterns(quantization.fp8, model_tensors(config))
         formats = expected_formats(config, quantization, stage)
         model = StageModel(config, stage, tp, dtype, str(device), taps, formats)
         fill_dummy(model.slots, dummy_seed, progress)
@@ -91,7 +91,7 @@ def load_stage(  # noqa: PLR0913 (what one rank is, and where it comes from)
         needed = model_tensors(config)
         check_checkpoint(folder, reader.stored, needed)
         if quantization.fp8 is not None:
-            quantization.fp8.check(needed)
+            check_patterns(quantization.fp8, needed)
         formats = stored_formats(config, quantization, stage, reader.stored)
         model = StageModel(config, stage, tp, dtype, str(device), taps, formats)
         if stage.is_first and tp.rank == 0:  # the same on every rank

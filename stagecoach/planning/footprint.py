@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stagecoach.config.engine import ResolvedConfig
 from stagecoach.config.model import Taps
+from stagecoach.config.quantization import NamePatterns
 from stagecoach.draft.model import DraftModel
 from stagecoach.kernels.moe import split_in_bfloat16
 from stagecoach.model.checkpoint_reader import INDEX_NAME, CheckpointReader, target_naming
@@ -96,7 +97,8 @@ class Footprints:
         kinds = (model.layer_kinds[layer], model.is_moe_layer[layer])
         # A copy of the embedding, for a drafter, where it is not there anyway.
         taps = None if stage.is_first else self._taps
-        key = (*kinds, layer in self._formats.packed_layers, is_first, is_last, taps)
+        alike = (*kinds, layer in self._formats.packed_layers, is_first, is_last, taps)
+        key = (*alike, self._own_choice(layer))
         if key not in self._known:
             # As a stage of this layer alone.
             index = 0 if is_first else 2 if is_last else 1
@@ -104,6 +106,11 @@ class Footprints:
                 Stage(index=index, num_stages=3, start=layer, end=layer + 1), taps
             )
         return self._known[key]
+
+    def _own_choice(self, layer: int) -> int | None:
+        """The layer, where patterns of names may tell it from others of its kind."""
+        fp8 = self._formats.fp8
+        return None if fp8 is None or fp8 == NamePatterns() else layer
 
     def _built(self, stage: Stage, taps: Taps | None) -> WeightBytes:
         model = StageModel(

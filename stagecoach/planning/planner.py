@@ -9,6 +9,7 @@ from math import prod
 
 from stagecoach.config.engine import EngineConfig, ResolvedConfig, option
 from stagecoach.config.model import LayerKind
+from stagecoach.config.quantization import NamePatterns
 from stagecoach.costs.engine_costs import (
     decode_time,
     prefill_rate,
@@ -18,6 +19,7 @@ from stagecoach.costs.engine_costs import (
 from stagecoach.costs.machine import H200, Machine
 from stagecoach.costs.step_time import StepCosts, StepShape
 from stagecoach.errors import ConfigError
+from stagecoach.model.ledger import check_patterns, model_tensors
 from stagecoach.pipeline.boundary import outgoing_fields
 from stagecoach.pipeline.partition import (
     LayerCosts,
@@ -81,6 +83,9 @@ def make_plan(
         raise ConfigError(
             f"--context={context}: must be below {option('max_model_len')}={config.max_model_len}"
         )
+    patterns = config.quantization.fp8
+    if patterns is not None and patterns != NamePatterns():
+        check_patterns(patterns, model_tensors(config.model))
     size = 0 if machine is None else gpu_bytes or machine.memory_bytes
     footprints = Footprints(config)
     memory = engine_memory(config, size, footprints)

@@ -9,7 +9,7 @@
 // In pieces, a lane each: one large copy would keep those behind it waiting.
 __device__ __forceinline__ void fetch_quarter(Shared &shared, const Arguments &a, const Unit &unit,
                                               int pair, int lane) {
-    constexpr int PIECE = 512;
+    constexpr int PIECE = 256;  // values
     unsigned long long *barrier = &shared.state_arrived[pair];
     if (unit.length == 0) {
         if (lane == 0) barrier_arrive(barrier);

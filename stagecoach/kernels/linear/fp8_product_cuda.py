@@ -28,7 +28,8 @@ _OTHER_BYTES = 64  # with the 32 of codes and rows that the source always has
 _BYTES_BEHIND_ROW = 112  # what the matrix units read behind one row
 _NUM_PROCESSORS = 132
 _MOST_BLOCKS = 3 * _NUM_PROCESSORS  # that run at once
-_FEW_BLOCKS = 160
+# Blocks among which few inputs are shared: of up to 8 rows, whose sums are soon added up, and more.
+_FEW_BLOCKS, _FEWER_BLOCKS = 240, 160
 _LARGEST_CLUSTER = 8
 # Values of a matrix that many tiles of rows read again; a larger one leaves the L2 cache meanwhile.
 _MOST_SHARED_VALUES = 2**25
@@ -87,11 +88,11 @@ def choose_product_tiles(num_rows: int, num_outputs: int, num_inputs: int) -> Fp
     rows = next((rows for rows in _TILE_ROWS if num_rows <= rows), _TILE_ROWS[-1])
     num_tiles = cdiv(num_rows, rows) * cdiv(num_outputs, _TILE_OUTPUTS)
     num_input_tiles = cdiv(num_inputs, _TILE_INPUTS)
-    fewest_of_block = 3 if rows == _TILE_ROWS[0] else 8
+    few_blocks, fewest_of_block = (_FEW_BLOCKS, 3) if rows == _TILE_ROWS[0] else (_FEWER_BLOCKS, 8)
     cluster = 1
     while cluster < _LARGEST_CLUSTER:
         num_blocks, of_block = num_tiles * cluster * 2, num_input_tiles // (cluster * 2)
-        is_good = num_blocks <= _FEW_BLOCKS and of_block >= fewest_of_block
+        is_good = num_blocks <= few_blocks and of_block >= fewest_of_block
         if not is_good and not (num_blocks <= _MOST_BLOCKS and of_block >= 16):
             break
         cluster *= 2

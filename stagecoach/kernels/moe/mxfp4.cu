@@ -1,5 +1,5 @@
-// Experts' products from packed MXFP4 weights for few pairs an expert; `mxfp4_kernel.py` has the
-// same numbers for many.
+// Experts' products from packed MXFP4 weights for few pairs an expert; `mxfp4_many.cu` and
+// `mxfp4_kernel.py` have the same numbers for many.
 //
 // A block takes a tile of up to 8 pairs of one expert, and 16 rows of weights at a time (with
 // IS_GATED 16 of the gate and the same 16 of the up projection, else 32). Weights go from memory
@@ -75,15 +75,25 @@ __device__ void stage_inputs(unsigned char *inputs, const Arguments &given, cons
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_BLOCKS)
     multiply_few(const __grid_constant__ Arguments given) {
     extern __shared__ __align__(16) unsigned char memory[];
+    // The second product may start once all of the first one's blocks are here: then the choice of
+    // experts and its order stand, and only the inputs are waited for.
+    if (IS_GATED) wait_for_earlier();
+    let_next_start();
     Tile tile;
     if (given.pairs) {
-        if ((int)blockIdx.y >= *given.num_tiles) return;
-        tile.expert = given.tile_experts[blockIdx.y];
-        tile.first = given.tile_rows[blockIdx.y];
-        tile.count = min(given.offsets[tile.expert + 1] - tile.first, PAIRS);
+        if ((int)blockIdx.y >= load_index(given.num_tiles)) {
+            if (!IS_GATED) wait_for_earlier();
+            return;
+        }
+        tile.expert = load_index(given.tile_experts + blockIdx.y);
+        tile.first = load_index(given.tile_rows + blockIdx.y);
+        tile.count = min(load_index(given.offsets + tile.expert + 1) - tile.first, PAIRS);
     } else {
-        tile = {given.expert_ids[blockIdx.y], (int)blockIdx.y, 1};
-        if (tile.expert < 0) return;
+        tile = {load_index(given.expert_ids + blockIdx.y), (int)blockIdx.y, 1};
+        if (tile.expert < 0) {
+            if (!IS_GATED) wait_for_earlier();
+            return;
+        }
     }
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int k_warp = warp % K_WARPS, row_warp = warp / K_WARPS;
@@ -140,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_BLOCKS)
     Weights weights[STAGES];
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) load(weights[stage]);
+    if (!IS_GATED) wait_for_earlier();
     stage_inputs(memory, given, tile, num_chunks, row_bytes);
     __syncthreads();
 

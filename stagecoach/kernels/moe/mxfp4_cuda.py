@@ -1,7 +1,8 @@
 """Launches the experts' products from packed MXFP4 weights on a GPU.
 
-For few pairs an expert `mxfp4.cu` streams the weights through registers, in bfloat16; all else,
-and float32, is Triton's. Every launch depends on sizes only.
+For few pairs an expert `mxfp4.cu` streams the weights through registers, in bfloat16, for more
+`mxfp4_many.cu` does where it can; all else, and float32, is Triton's. Every launch depends on
+sizes only.
 
 Dimensions: T tokens, E experts, K experts a token, P = T * K pairs, L latent width,
 I intermediate width.
@@ -16,6 +17,7 @@ from torch.nn import functional
 from triton import cdiv
 
 from stagecoach.kernels import nvrtc
+from stagecoach.kernels.dependent_launch import launch_options
 from stagecoach.kernels.moe.mxfp4_kernel import SEGMENT, product_mxfp4_kernel
 from stagecoach.kernels.moe.mxfp4_many_cuda import by_many, fits_many
 from stagecoach.kernels.moe.mxfp4_tiles import (
@@ -290,7 +292,8 @@ def _launch_few(
     grid = (cdiv(num_outputs, rows), num_tiles, 1)
     most_pairs = 1 if order is None else FEW_PAIRS
     num_bytes = shared_bytes(num_inputs, most_pairs, tiles.num_warps)
-    kernel.launch(grid, 32 * tiles.num_warps, arguments, num_bytes)
+    is_dependent = launch_options(x)["IS_DEPENDENT"]
+    kernel.launch(grid, 32 * tiles.num_warps, arguments, num_bytes, is_dependent=is_dependent)
 
 
 def few_definitions(tiles: FewTiles, k_warps: int, *, is_gated: bool) -> dict[str, int]:

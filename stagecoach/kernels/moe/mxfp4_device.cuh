@@ -5,6 +5,20 @@
 
 typedef unsigned short bfloat16;
 
+// The stream: what is launched behind may start; what was launched before has ended. Before Hopper
+// nothing overlaps.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Of both halves.
 __device__ __forceinline__ unsigned multiply(unsigned a, unsigned b) {
     unsigned product;
@@ -35,6 +49,13 @@ __device__ __forceinline__ uint4 load_once(const unsigned char *address) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(address));
+    return x;
+}
+
+// Past the first level of caches, which earlier kernels may have filled.
+__device__ __forceinline__ int load_index(const int *address) {
+    int x;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(x) : "l"(address));
     return x;
 }
 

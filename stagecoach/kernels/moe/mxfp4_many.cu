@@ -8,8 +8,7 @@
 //     out^T [64, pairs] = weights [64, inputs] x^T [inputs, pairs]
 //
 // so that a weight is decoded once for all of a tile's pairs, and the pairs' number is rounded up
-// little. With COLUMNS of 2 two warpgroups have the same rows, each for half of the pairs: what is
-// decoded twice costs less than matrix units that wait.
+// little.
 //
 // In which order inputs come is free as long as both sides agree: a thread decodes the 32 inputs of
 // one group from 16 bytes, which have one scale, as in `mxfp4.cu`. So inputs lie in operand order
@@ -17,8 +16,8 @@
 // IS_GATED a thread has the gate and the up projection of the same output, and outputs come in
 // that order, too.
 //
-// Defined by the host: IS_GATED, PAIRS, how many pairs a warpgroup multiplies where a tile is not
-// full (FEW_PAIRS, MORE_PAIRS), STAGES, WARPGROUPS (of those that multiply), COLUMNS, SHARED_BYTES.
+// Defined by the host: IS_GATED, PAIRS, how many pairs are multiplied where a tile is not full
+// (FEW_PAIRS, MORE_PAIRS), STAGES, WARPGROUPS (of those that multiply), SHARED_BYTES.
 
 #include "mxfp4_many_device.cuh"
 #include "mxfp4_values.cuh"
@@ -26,10 +25,8 @@
 constexpr int CHUNK = 128;  // inputs
 constexpr int NUM_CONSUMERS = 128 * WARPGROUPS, NUM_PRODUCERS = 128;
 constexpr int NUM_THREADS = NUM_CONSUMERS + NUM_PRODUCERS;
-constexpr int ROWS = 64 * WARPGROUPS / COLUMNS;  // of weights
-// Of decoded weights: where warpgroups share a row, others multiply while one decodes.
-constexpr int BUFFERS = COLUMNS == 1 ? 2 : 1;
-constexpr bool IS_THREEFOLD = FEW_PAIRS < MORE_PAIRS && MORE_PAIRS < PAIRS / COLUMNS;
+constexpr int ROWS = 64 * WARPGROUPS;  // of weights
+constexpr bool IS_THREEFOLD = FEW_PAIRS < MORE_PAIRS && MORE_PAIRS < PAIRS;
 constexpr int OUTPUTS = IS_GATED ? ROWS / 2 : ROWS;
 // Of a thread; registers go from warpgroup to warpgroup.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 56 : 64;
@@ -62,11 +59,6 @@ struct Work {
     int expert, first, count, first_block, end_block;
 };
 
-// What a warp makes of it: rows of a block, and some of the pairs, which begin at a multiple of 8.
-struct Part {
-    int first_row, begin, size, first, count;
-};
-
 // A stage of the ring, and how often it came round.
 struct Place {
     int stage = 0, parity = 0;
@@ -95,17 +87,6 @@ __device__ __forceinline__ bool find_work(const Arguments &given, int number, Wo
     work.first_block = number % num_parts * given.blocks_of_rows;
     work.end_block = min(work.first_block + given.blocks_of_rows, num_blocks);
     return true;
-}
-
-__device__ __forceinline__ Part find_part(const Work &work) {
-    int warpgroup = of_warp(threadIdx.x / 128), number = warpgroup % COLUMNS;
-    Part part;
-    part.first_row = warpgroup / COLUMNS * 64 + threadIdx.x / 32 % 4 * 16;
-    part.size = ((work.count + COLUMNS - 1) / COLUMNS + 7) / 8 * 8;
-    part.begin = number * part.size;
-    part.first = work.first + part.begin;
-    part.count = min(part.size, work.count - part.begin);
-    return part;
 }
 
 // Which row of an expert a block's row is. Rows 8 apart within 16 are of one thread: gate and up
@@ -183,11 +164,11 @@ __device__ __forceinline__ void bring_chunks(Shared &shared, const Arguments &gi
 
 // Writes what a warpgroup made of a block: a warp 8 or 16 outputs side by side for each pair.
 template <int N>
-__device__ __forceinline__ void write(const Arguments &given, const Part &part, int block,
+__device__ __forceinline__ void write(const Arguments &given, const Work &work, int block,
                                       float (&c)[N / 2]) {
     constexpr int BATCH = 8;
-    int lane = known_here(threadIdx.x % 32);
-    long long column = (long long)block * OUTPUTS + part.first_row / (IS_GATED ? 2 : 1);
+    int lane = known_here(threadIdx.x % 32), warp = threadIdx.x / 32;
+    long long column = (long long)block * OUTPUTS + warp * (IS_GATED ? 8 : 16);
     int rows[N / 8];
 #pragma unroll
     for (int group = 0; group < N / 8; group++) {
@@ -195,14 +176,14 @@ __device__ __forceinline__ void write(const Arguments &given, const Part &part, 
         if (group % BATCH == 0) {
 #pragma unroll
             for (int i = group; i < min(group + BATCH, N / 8); i++) {
-                int place = part.first + min(i * 8 + lane / 4, part.count - 1);
+                int place = work.first + min(i * 8 + lane / 4, work.count - 1);
                 rows[i] = IS_GATED ? place : load_again(given.pairs + place);
             }
         }
         float *sums = c + group * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[i] *= SUM_FACTOR;
-        bool is_pair = group * 8 + lane / 4 < part.count;
+        bool is_pair = group * 8 + lane / 4 < work.count;
         bfloat16 *target = given.out + (long long)rows[group] * given.num_outputs + column;
         if (IS_GATED) {
             float low = gated(given.activation, sums[0], sums[2]);
@@ -220,16 +201,15 @@ __device__ __forceinline__ void write(const Arguments &given, const Part &part, 
 
 template <int N>
 __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &given,
-                                              const Work &work, const Part &part,
-                                              Place &place) {
+                                              const Work &work, Place &place) {
     int lane = threadIdx.x % 32, quarter = lane % 4;
-    int row = part.first_row + lane / 4;
+    int row = threadIdx.x / 32 * 16 + lane / 4;
     int num_chunks = given.num_inputs / CHUNK;
     for (int block = work.first_block; block < work.end_block; block++) {
         float c[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 2; i++) c[i] = 0.0f;
-        unsigned a[BUFFERS][4][4] = {};
+        unsigned a[2][4][4] = {};
         int last_stage = 0;
         for (int chunk = 0; chunk < num_chunks; chunk++) {
             int stage = place.stage;
@@ -238,7 +218,7 @@ __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &g
             uint4 near = *(const uint4 *)codes, far = *(const uint4 *)(codes + 8 * 64);
             const unsigned char *scale = shared.scale[stage] + row * 4 + quarter;
             unsigned factor = power_of_two(scale[0]), far_factor = power_of_two(scale[8 * 4]);
-            unsigned x_at = address_of(shared.x[stage]) + part.begin * 128;
+            unsigned x_at = address_of(shared.x[stage]);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -248,7 +228,7 @@ __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &g
                     decode(((const unsigned *)&far)[half * 2 + word], far_factor, of_far);
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        unsigned(&operand)[4] = a[half % BUFFERS][word * 2 + i];
+                        unsigned(&operand)[4] = a[half][word * 2 + i];
                         operand[0] = of_near[i * 2];
                         operand[1] = of_far[i * 2];
                         operand[2] = of_near[i * 2 + 1];
@@ -259,33 +239,29 @@ __device__ __forceinline__ void multiply_work(Shared &shared, const Arguments &g
                 products_begin();
 #pragma unroll
                 for (int step = 0; step < 4; step++)
-                    multiply_add<N>(c, a[half % BUFFERS][step],
+                    multiply_add<N>(c, a[half][step],
                                     swizzled(x_at, half * (PAIRS * 128) + step * 32));
                 products_commit();
                 // Registers of the half before, and behind a chunk its stage, are free.
-                products_wait<BUFFERS - 1>();
-                if (BUFFERS == 1 || chunk + half > 0) {
+                products_wait<1>();
+                if (chunk + half > 0) {
 #pragma unroll
-                    for (int step = 0; step < 4; step++) keep(a[(half + 1) % BUFFERS][step]);
+                    for (int step = 0; step < 4; step++) keep(a[half ^ 1][step]);
                 }
-                bool is_done = BUFFERS == 1 ? half == 1 : half == 0 && chunk > 0;
-                if (is_done) {
+                if (half == 0 && chunk > 0) {
                     __syncwarp();
-                    if (lane == 0)
-                        barrier_arrive(&shared.empty[BUFFERS == 1 ? stage : last_stage]);
+                    if (lane == 0) barrier_arrive(&shared.empty[last_stage]);
                 }
             }
             last_stage = stage;
             place.advance();
         }
-        if (BUFFERS == 2) {
-            products_wait<0>();
+        products_wait<0>();
 #pragma unroll
-            for (int step = 0; step < 4; step++) keep(a[BUFFERS - 1][step]);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&shared.empty[last_stage]);
-        }
-        write<N>(given, part, block, c);
+        for (int step = 0; step < 4; step++) keep(a[1][step]);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.empty[last_stage]);
+        write<N>(given, work, block, c);
     }
 }
 
@@ -310,14 +286,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         grow_to_registers<CONSUMER_REGISTERS>();
         Place place;
         Work work;
-        for (int number = blockIdx.x; find_work(given, number, work); number += gridDim.x) {
-            Part part = find_part(work);
-            if (part.size <= FEW_PAIRS)
-                multiply_work<FEW_PAIRS>(shared, given, work, part, place);
-            else if (IS_THREEFOLD && part.size <= MORE_PAIRS)
-                multiply_work<MORE_PAIRS>(shared, given, work, part, place);
+        for (int number = blockIdx.x; find_work(given, number, work); number += gridDim.x)
+            if (work.count <= FEW_PAIRS)
+                multiply_work<FEW_PAIRS>(shared, given, work, place);
+            else if (IS_THREEFOLD && work.count <= MORE_PAIRS)
+                multiply_work<MORE_PAIRS>(shared, given, work, place);
             else
-                multiply_work<PAIRS / COLUMNS>(shared, given, work, part, place);
-        }
+                multiply_work<PAIRS>(shared, given, work, place);
     }
 }

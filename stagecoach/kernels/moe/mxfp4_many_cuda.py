@@ -168,10 +168,9 @@ def many_definitions(tiles: ManyTiles, *, is_gated: bool) -> dict[str, int]:
     return {
         "IS_GATED": int(is_gated),
         "PAIRS": tiles.pairs,
-        "FEW_PAIRS": tiles.few_pairs // tiles.columns,
-        "MORE_PAIRS": tiles.more_pairs // tiles.columns,
+        "FEW_PAIRS": tiles.few_pairs,
+        "MORE_PAIRS": tiles.more_pairs,
         "STAGES": tiles.num_stages,
         "WARPGROUPS": tiles.warpgroups,
-        "COLUMNS": tiles.columns,
         "SHARED_BYTES": tiles.shared_bytes,
     }

@@ -12,9 +12,6 @@ __device__ __forceinline__ descriptor from_halves(unsigned low, unsigned high) {
     return both;
 }
 
-// A number that is the same in all lanes, and known to be.
-__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
-
 // The same number; what depends on it is not worked out earlier than here.
 __device__ __forceinline__ int known_here(int x) {
     asm volatile("" : "+r"(x));
@@ -160,20 +157,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[N / 2], const unsigned (
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_36 NAMES_32 ", %32, %33, %34, %35"
-#define NAMES_40                                                                                  \
-    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define NAMES_44 NAMES_40 ", %40, %41, %42, %43"
 #define NAMES_48                                                                                  \
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_64                                                                                  \
     NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_72                                                                                  \
-    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES_80                                                                                  \
     NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_88                                                                                  \
-    NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define NAMES_96                                                                                  \
     NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_112                                                                                 \
@@ -191,24 +180,11 @@ MULTIPLY_ADD(16, NAMES_8, 8, 9, 10, 11, 12, LIST(EIGHT(0)))
 MULTIPLY_ADD(32, NAMES_16, 16, 17, 18, 19, 20, LIST(SIXTEEN(0)))
 MULTIPLY_ADD(48, NAMES_24, 24, 25, 26, 27, 28, LIST(SIXTEEN(0), EIGHT(16)))
 MULTIPLY_ADD(64, NAMES_32, 32, 33, 34, 35, 36, LIST(SIXTEEN(0), SIXTEEN(16)))
-MULTIPLY_ADD(72, NAMES_36, 36, 37, 38, 39, 40, LIST(SIXTEEN(0), SIXTEEN(16), FOUR(32)))
-MULTIPLY_ADD(80, NAMES_40, 40, 41, 42, 43, 44, LIST(SIXTEEN(0), SIXTEEN(16), EIGHT(32)))
-MULTIPLY_ADD(88, NAMES_44, 44, 45, 46, 47, 48,
-             LIST(SIXTEEN(0), SIXTEEN(16), EIGHT(32), FOUR(40)))
 MULTIPLY_ADD(96, NAMES_48, 48, 49, 50, 51, 52, LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32)))
 MULTIPLY_ADD(128, NAMES_64, 64, 65, 66, 67, 68,
              LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)))
-MULTIPLY_ADD(144, NAMES_72, 72, 73, 74, 75, 76,
-             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), EIGHT(64)))
 MULTIPLY_ADD(160, NAMES_80, 80, 81, 82, 83, 84,
              LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64)))
-MULTIPLY_ADD(176, NAMES_88, 88, 89, 90, 91, 92,
-             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), EIGHT(80)))
-MULTIPLY_ADD(192, NAMES_96, 96, 97, 98, 99, 100,
-             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80)))
-MULTIPLY_ADD(224, NAMES_112, 112, 113, 114, 115, 116,
-             LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
-                  SIXTEEN(96)))
 MULTIPLY_ADD(256, NAMES_128, 128, 129, 130, 131, 132,
              LIST(SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80),
                   SIXTEEN(96), SIXTEEN(112)))

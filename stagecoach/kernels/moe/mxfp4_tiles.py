@@ -69,12 +69,11 @@ class ManyTiles(NamedTuple):
     few_pairs: int  # of the forms for tiles that are not full
     more_pairs: int
     warpgroups: int  # that multiply
-    columns: int = 1  # of them share 64 rows of weights, each for its part of the pairs
 
     @property
     def rows(self) -> int:
         """Of weights that a block multiplies at a time."""
-        return 64 * self.warpgroups // self.columns
+        return 64 * self.warpgroups
 
     @property
     def num_stages(self) -> int:
@@ -119,9 +118,9 @@ FEW_PAIRS = 8  # of a tile of `mxfp4.cu`
 # Without sorting a pair reads its expert by itself.
 _MOST_UNSORTED_PAIRS = 32
 # Warps of a block, chunks on their way to each, and blocks of a processor.
-_FEW_UNSORTED, _FEW_SORTED = (4, 4, 4), (8, 2, 3)
+_FEW_UNSORTED, _FEW_SORTED = (4, 4, 4), (8, 3, 2)
 # Pairs an expert, from which on `mxfp4_many.cu` is taken, or where that cannot be, Triton's form.
-_MOST_FEW_MEAN, _MOST_FEW_MEAN_BEFORE_TRITON = 3.0, 10.0
+_MOST_FEW_MEAN, _MOST_FEW_MEAN_BEFORE_TRITON = 0.5, 10.0
 # From so many pairs an expert on, the row of the table counts. Two blocks of four warps share a
 # processor, so that one decodes while the other multiplies.
 _BLOCKS = Mxfp4ProductTiles(128, 64, 4, 3)
@@ -130,13 +129,14 @@ _SORTED = (
     (10.0, Mxfp4SortedTiles(64, _BLOCKS, _BLOCKS)),
     (48.0, Mxfp4SortedTiles(128, _BLOCKS, _BLOCKS)),
 )
-# The same for `mxfp4_many.cu`.
+# The same for `mxfp4_many.cu`. Rows begin at twice the one before or later: so of the powers of
+# two, which are compiled ahead, each row has one.
 _MANY = (
     (0.0, ManyTiles(16, 8, 16, 4)),
     (9.0, ManyTiles(32, 16, 16, 4)),
-    (26.0, ManyTiles(64, 32, 64, 4, 2)),
-    (51.0, ManyTiles(128, 64, 96, 4, 2)),
-    (103.0, ManyTiles(176, 96, 144, 4, 2)),
+    (25.0, ManyTiles(64, 16, 32, 2)),
+    (51.0, ManyTiles(128, 48, 96, 2)),
+    (103.0, ManyTiles(256, 96, 160, 2)),
 )
 # Products of float32 run without tensor cores.
 _SORTED_FLOAT32 = Mxfp4SortedTiles(

@@ -23,8 +23,10 @@ from stagecoach.kernels.moe.tile_kernel import combine_kernel
 from stagecoach.kernels.moe.tiles import most_tiles
 
 _MOST_TOKENS = 65_535  # bound of the grid's second axis
-# Pairs that a program counts, and with how many at a time it compares them.
-_SORT_BLOCK, _SORT_COMPARED = 512, 32
+# Pairs that a program sorts: it compares all of them, some at a time. Of very many pairs more, for
+# one program goes through the counts of all blocks.
+_SORT_BLOCK, _SORT_COMPARED = 256, 32
+_MANY_PAIRS, _MANY_SORT_BLOCK = 16_384, 512
 _COMBINE_BLOCK = 1024
 
 
@@ -50,7 +52,8 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         empty(num_pairs), empty(num_experts + 1), empty(num_tiles), empty(num_tiles), empty(1)
     )
     pairs_P, *of_experts = sorted_pairs
-    block_p = min(_SORT_BLOCK, max(64, triton.next_power_of_2(num_pairs)))
+    most_block = _SORT_BLOCK if num_pairs <= _MANY_PAIRS else _MANY_SORT_BLOCK
+    block_p = min(most_block, max(64, triton.next_power_of_2(num_pairs)))
     block_e = max(64, triton.next_power_of_2(num_experts + 1))
     num_blocks = max(1, -(-num_pairs // block_p))
     counts_BE = empty(num_blocks * num_experts)
@@ -86,7 +89,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         num_blocks,
         num_experts,
         block_m,
-        BLOCK_B=8,
+        BLOCK_B=8 if num_blocks <= 8 else 16,
         BLOCK_E=block_e,
         num_warps=16,
         **options,
@@ -99,7 +102,7 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         num_experts,
         BLOCK_P=block_p,
         BLOCK_Q=_SORT_COMPARED,
-        num_warps=4,
+        num_warps=block_p // 32,
         **options,
     )
     return sorted_pairs

@@ -14,15 +14,12 @@ from stagecoach.kernels.quantization.quantize_kernel import quantize_rows_kernel
 _MOST_COLUMNS = 8192  # that a program holds
 
 
-def quantize_rows(
-    x_TI: Tensor, dtype: torch.dtype = FP8_DTYPE, *, starts_late: bool = False
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TI: Tensor, dtype: torch.dtype = FP8_DTYPE) -> tuple[Tensor, Tensor]:
     """`reference.quantize_fp8` of rows.
 
     Args:
         x_TI: bfloat16 or float32, rows in one piece.
         dtype: of the values, which are those of E4M3.
-        starts_late: the kernel behind is placed when those before have left their processors.
 
     Returns:
         values [T, I] and factors float32 [T].
@@ -43,7 +40,6 @@ def quantize_rows(
             x_TI.stride(0),
             BLOCK_I=block,
             IS_WHOLE=num_columns <= block,
-            STARTS_LATE=starts_late,
             num_warps=max(1, min(8, block // 512)),
             **launch_options(x_TI),
         )

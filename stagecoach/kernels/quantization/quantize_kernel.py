@@ -47,23 +47,18 @@ def quantize_rows_kernel(
     stride_x,
     BLOCK_I: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    STARTS_LATE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """A row a program: values of E4M3 in whatever type `out_ptr` has, [rows, I], and its factor.
 
-    With `IS_WHOLE` a block holds a row; otherwise rows are read twice. With `STARTS_LATE` the
-    kernel behind is placed when those before have left their processors.
+    With `IS_WHOLE` a block holds a row; otherwise rows are read twice.
     """
-    if not STARTS_LATE:
-        let_next_start(IS_DEPENDENT)
+    let_next_start(IS_DEPENDENT)
     row = tl.cast(tl.program_id(0), tl.int64)
     columns_I = tl.arange(0, BLOCK_I)
     x_ptrs_I = x_ptr + row * stride_x + columns_I
     out_ptrs_I = out_ptr + row * num_columns + columns_I
     wait_for_earlier(IS_DEPENDENT)
-    if STARTS_LATE:
-        let_next_start(IS_DEPENDENT)
     if IS_WHOLE:
         x_I = tl.load(x_ptrs_I, mask=columns_I < num_columns, other=0.0).to(tl.float32)
         factor = factor_of(tl.reduce(tl.abs(x_I), 0, largest_of))

@@ -182,7 +182,11 @@ _EXAMPLES = {
     "expert-groups": Example(
         {"mxfp4_experts": "packed", "tensor_parallel_size": 2},
         {"mxfp4_experts": "packed", "tensor_parallel_size": 3},
-        {"moe_intermediate_size": 96, "quantization_config": {"format": "mxfp4-pack-quantized"}},
+        {
+            "moe_intermediate_size": 96,
+            "routed_expert_hidden_size": 64,
+            "quantization_config": {"format": "mxfp4-pack-quantized"},
+        },
     ),
     "packed-experts": Example({"mxfp4_experts": "packed"}, {"mxfp4_experts": "decoded"}),
     "online-patterns": Example(

@@ -121,9 +121,14 @@ def test_a_file_of_modelopt_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(("width", "tp_size", "is_whole"), [(3072, 8, True), (96, 2, False)])
-def test_ranks_take_whole_groups(width: int, tp_size: int, is_whole: bool) -> None:
-    assert has_whole_groups(width, tp_size) == is_whole
+@pytest.mark.parametrize(
+    ("width", "input_width", "tp_size", "is_whole"),
+    [(3072, 3584, 8, True), (96, 64, 2, False), (96, 48, 1, False)],
+)
+def test_ranks_take_whole_groups(
+    width: int, input_width: int, tp_size: int, is_whole: bool
+) -> None:
+    assert has_whole_groups(width, input_width, tp_size) == is_whole
 
 
 def test_the_default_chooses_what_the_recipe_for_kimi_k3_does() -> None:
@@ -155,19 +160,28 @@ def test_patterns_of_the_caller() -> None:
     assert not patterns.selects("model.layers.0.self_attn.q_proj.weight")
 
 
+_QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
 def test_a_pattern_without_a_tensor_is_refused() -> None:
-    names = ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
-    NamePatterns().check(names)
-    NamePatterns(("*.q_proj.*",), (*DEFAULT_EXCLUDE, "lm_head.*")).check(names)
+    names, matrices = [_QUERY, "lm_head.weight"], [_QUERY]
+    NamePatterns().check(names, matrices)
+    NamePatterns(("*.q_proj.*",), (*DEFAULT_EXCLUDE, "lm_head.*")).check(names, matrices)
     with pytest.raises(ConfigError, match=r"-include: the pattern '\*\.q_porj\.\*' matches none"):
-        NamePatterns(("*.q_porj.*",)).check(names)
+        NamePatterns(("*.q_porj.*",)).check(names, matrices)
     with pytest.raises(ConfigError, match=r"-exclude: the pattern 'lm_haed\.\*' matches none"):
-        NamePatterns(exclude=("lm_haed.*",)).check(names)
+        NamePatterns(exclude=("lm_haed.*",)).check(names, matrices)
+
+
+def test_a_pattern_of_what_is_never_quantised_is_refused() -> None:
+    message = r"include: the pattern 'lm_head\.\*' matches none of 1 matrices that can be quantised"
+    with pytest.raises(ConfigError, match=message):
+        NamePatterns(("*.q_proj.*", "lm_head.*"), ("*norm.*",)).check(
+            [_QUERY, "lm_head.weight", "model.norm.weight"], [_QUERY]
+        )
 
 
 def test_patterns_that_choose_nothing_are_refused() -> None:
-    names = ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
-    message = r"include=lm_head\.\* and --online-quantization-exclude=\*embed_.*: none of 2 tensors"
+    message = r"include=\*\.q_\* and --online-quantization-exclude=\*q_proj\*: none of 1 matrices"
     with pytest.raises(ConfigError, match=message):
-        NamePatterns(("lm_head.*",)).check(names)
-    NamePatterns(("lm_head.*",), ("*norm.*",)).check(names)
+        NamePatterns(("*.q_*",), ("*q_proj*",)).check([_QUERY, "lm_head.weight"], [_QUERY])

@@ -173,6 +173,21 @@ def test_experts_of_chunks(kind: str, name: str, tp_size: int, step: int) -> Non
     assert is_close(1e6 * seconds, row["us"] + 12 + 0.024 * step), kind
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 1024, 8192])
+@pytest.mark.parametrize(("name", "tp_size"), [("Kimi-K3 tp8", 8), ("Kimi-K3", 1)])
+def test_packed_experts(name: str, tp_size: int, num_tokens: int) -> None:
+    full_name = f"experts, {name}, {num_tokens} tokens"
+    (row,) = [row for row in recorded("kernels-mxfp4")["rows"] if row["name"] == full_name]
+    model = parse_model_config(published_config("kimi-k3"))
+    storage = Storage(expert=0.53125, are_experts_packed=True)
+    costs = StepCosts(machine=H200, model=model, tp_size=tp_size, storage=storage)
+    (experts,) = [item for item in layer_operators(model, 1) if item.kind is OperatorKind.EXPERTS]
+    seconds = costs.operator_seconds(experts, StepShape(num_windows=num_tokens))
+    # Beside the products there is the choice of experts.
+    choice_us = 4 if num_tokens == 1 else 12 + 0.024 * num_tokens
+    assert is_close(1e6 * seconds, row["us"] + choice_us)
+
+
 @pytest.mark.parametrize(
     ("num_windows", "us_name"),
     [

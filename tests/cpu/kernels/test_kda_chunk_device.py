@@ -1,11 +1,9 @@
 """The chunked KDA kernels of devices: interpreted against the reference, compiled for Hopper."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.compiling_process import run_compiling
 
 triton = pytest.importorskip("triton")
 
@@ -79,13 +77,4 @@ compile_for_hopper(chunk_saves_kernel, BLOCK_V=32, **gate)
 
 
 def test_the_kernels_compile_for_hopper_in_bfloat16() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiling("-c", _COMPILE)

@@ -1,14 +1,13 @@
 """The device's form of KDA windows: interpreted against the reference, compiled for Hopper."""
 
 import ctypes
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.compiling_process import run_compiling
 
 pytest.importorskip("triton")
 
@@ -215,12 +214,4 @@ compile_for_hopper(
 
 
 def test_the_triton_kernels_compile_for_hopper() -> None:
-    """In a process of its own: this one's Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        check=True,
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        timeout=100,
-    )
+    run_compiling("-c", _COMPILE)

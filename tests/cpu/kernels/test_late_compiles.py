@@ -1,11 +1,10 @@
 """A kernel that is compiled late is named in the log, one that lies in the cache is not."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.compiling_process import run_compiling
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.cpu
@@ -34,14 +33,6 @@ compile_for_hopper(64)
 
 
 def test_late_compiles_are_logged(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", _COMPILE],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    [line] = [line for line in result.stderr.splitlines() if " info " in line]
+    told = run_compiling("-c", _COMPILE, TRITON_CACHE_DIR=str(tmp_path)).stderr
+    [line] = [line for line in told.splitlines() if " info " in line]
     assert "compiled a form of note_kernel in " in line

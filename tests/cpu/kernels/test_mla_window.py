@@ -68,6 +68,7 @@ def _attend(
     target_pieces: int,
     spoilt: tuple[int, int] | None = None,
     page_size: int = 64,
+    query_sizes: tuple[float, ...] = (1.0,),
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of ragged windows over shuffled pages, and the reference: [T, H, C].
 
@@ -103,6 +104,9 @@ def _attend(
     num_real = sum(lengths)
     q_THC = torch.randn(group.num_tokens, num_heads, _LATENT).bfloat16()
     q_THP = torch.randn(group.num_tokens, num_heads, 2 * _PE).bfloat16()[..., _PE:]
+    for head in range(num_heads):
+        q_THC[:, head] *= query_sizes[head % len(query_sizes)]
+        q_THP[:, head] *= query_sizes[head % len(query_sizes)]
     q_THC[num_real:], q_THP[num_real:] = float("nan"), float("nan")
 
     rows_per_piece = group.max_length * num_heads
@@ -168,6 +172,14 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
 def test_ragged_windows(on_host: OnHost) -> None:
     """Contexts of one row, of one piece, of several; rows that fill no tile, and several."""
     _assert_close(*_attend(on_host, 24, [1, 2, 1], [0, 64, 500], 4))
+
+
+def test_queries_of_any_size(on_host: OnHost) -> None:
+    """Larger than float16 has, smaller than its least, and zeros."""
+    sizes = (2.0**60, 2.0**-60, 0.0, 1.0, 2.0**9)
+    found_THC, expected_THC = _attend(on_host, 5, [2, 1], [70, 20], 2, query_sizes=sizes)
+    for head in range(5):
+        _assert_close(found_THC[:, head], expected_THC[:, head])
 
 
 def test_pages_of_several_tiles(on_host: OnHost) -> None:

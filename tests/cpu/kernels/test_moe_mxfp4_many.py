@@ -4,7 +4,6 @@ Beside it, what a host can see of the form for a GPU: it compiles, without waits
 """
 
 import ctypes
-import itertools
 import re
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from stagecoach.kernels.moe.mxfp4_tiles import (
     MOST_ROWS,
     ManyTiles,
     all_many_tiles,
+    few_tiles,
     many_tiles,
 )
 from stagecoach.kernels.quantization import Mxfp4Weight, unpack_mxfp4
@@ -41,18 +41,16 @@ extern "C" void launch_many(const Arguments *given, int num_blocks) {
 }
 """
 _SITU = Activation("situ", 4.0, 25.0)
-# Warpgroups with rows of their own, and two that share the pairs of a row.
-_TILES = (ManyTiles(16, 8, 16, 2), ManyTiles(32, 16, 32, 4, 2))
+# By whether a product is gated: of three forms, and of two with more rows.
+_TILES = {True: ManyTiles(48, 8, 16, 2), False: ManyTiles(16, 8, 16, 4)}
 _NUM_EXPERTS = 3
 # Pairs of each expert: more than a tile has, few, and some more.
 _COUNTS = (35, 3, 12)
 
 
 @pytest.fixture(scope="module")
-def libraries(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[ManyTiles, bool], ctypes.CDLL]:
-    """By the cut, and by whether it is gated."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDLL]:
+    """By whether it is gated."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -62,13 +60,13 @@ def libraries(
     source = folder / "mxfp4_many.cpp"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     made = {}
-    for tiles, is_gated in itertools.product(_TILES, (True, False)):
-        library = folder / f"mxfp4_many_{tiles.warpgroups}_{is_gated}.so"
+    for is_gated, tiles in _TILES.items():
+        library = folder / f"mxfp4_many_{is_gated}.so"
         values = many_definitions(tiles, is_gated=is_gated)
         definitions = [f"-D{name}={value}" for name, value in values.items()]
         options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]
         subprocess.run([compiler, *options, *definitions, source, "-o", library], check=True)
-        made[tiles, is_gated] = ctypes.CDLL(str(library))
+        made[is_gated] = ctypes.CDLL(str(library))
     return made
 
 
@@ -82,7 +80,6 @@ def _packed(num_outputs: int, num_inputs: int) -> Mxfp4Weight:
 
 def _run(
     library: ctypes.CDLL,
-    tiles: ManyTiles,
     x: Tensor,
     weight: Mxfp4Weight,
     ids_TK: Tensor,
@@ -91,7 +88,7 @@ def _run(
     is_gated: bool,
     blocks_of_rows: int,
 ) -> tuple[Tensor, cuda.SortedPairs]:
-    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, tiles.pairs)
+    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, _TILES[is_gated].pairs)
     x = in_chunk_order(x)
     out_PO = torch.full((ids_TK.numel(), num_outputs), 7.0).bfloat16()
     names = ("pairs", "offsets", "tile_experts", "tile_rows", "num_tiles")
@@ -123,17 +120,14 @@ def _choices() -> Tensor:
     return ids_T1[torch.randperm(len(ids_T1), generator=torch.Generator().manual_seed(3))]
 
 
-@pytest.mark.parametrize("tiles", _TILES)
-def test_gate_and_up(
-    libraries: dict[tuple[ManyTiles, bool], ctypes.CDLL], tiles: ManyTiles
-) -> None:
+def test_gate_and_up(libraries: dict[bool, ctypes.CDLL]) -> None:
     ids_TK = _choices()
     width, num_inputs = 128, 256
     weight = _packed(2 * width, num_inputs)
     x_TL = torch.randn(len(ids_TK), num_inputs + 8).bfloat16()[:, :num_inputs]
     x_TL[ids_TK[:, 0] < 0] = torch.nan
     out_PI, order = _run(
-        libraries[tiles, True], tiles, x_TL, weight, ids_TK, width, is_gated=True, blocks_of_rows=1
+        libraries[True], x_TL, weight, ids_TK, width, is_gated=True, blocks_of_rows=1
     )
     num_real = sum(_COUNTS)
     assert (out_PI[num_real:] == 7).all()
@@ -144,19 +138,17 @@ def test_gate_and_up(
         assert (out_PI[place] - expected_I).norm() < 4e-3 * expected_I.norm()
 
 
-@pytest.mark.parametrize("tiles", _TILES)
-def test_down(libraries: dict[tuple[ManyTiles, bool], ctypes.CDLL], tiles: ManyTiles) -> None:
+def test_down(libraries: dict[bool, ctypes.CDLL]) -> None:
     ids_TK = _choices()
-    num_outputs, num_inputs = 384, 128
+    num_outputs, num_inputs = 768, 128
     weight = _packed(num_outputs, num_inputs)
     by_pair_PI = torch.randn(len(ids_TK), num_inputs).bfloat16()
-    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, tiles.pairs)
+    order = cuda.sort_pairs(ids_TK, _NUM_EXPERTS, _TILES[False].pairs)
     num_real = sum(_COUNTS)
     product_PI = torch.full_like(by_pair_PI, torch.nan)
     product_PI[:num_real] = by_pair_PI[order.pairs_P[:num_real].long()]
     out_PO, _ = _run(
-        libraries[tiles, False],
-        tiles,
+        libraries[False],
         product_PI,
         weight,
         ids_TK,
@@ -204,3 +196,14 @@ def test_tiles_fit_a_processor(mean: int, latent: int, width: int) -> None:
         sizes = (latent, width) if is_gated else (width, latent)
         cut = tiles.cut(*sizes, 896, 132, is_gated=is_gated)
         assert cut.num_blocks == 132 and cut.blocks_of_rows >= 1
+
+
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(896, 16), (256, 8), (100, 6)])
+def test_powers_of_two_meet_every_cut(num_experts: int, num_chosen: int) -> None:
+    def cut(num_tokens: int) -> object:
+        num_pairs = num_tokens * num_chosen
+        few = few_tiles(num_pairs, num_experts, has_many=True)
+        return few.is_sorted if few is not None else many_tiles(num_pairs, num_experts)
+
+    met = {cut(2**power) for power in range(14)}
+    assert {cut(num_tokens) for num_tokens in range(1, 2**13)} <= met

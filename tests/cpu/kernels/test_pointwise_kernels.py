@@ -4,9 +4,6 @@ Their inputs are views: rows that follow no more than the strides say, NaN betwe
 """
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from stagecoach.kernels.attn_res import cuda as mixture_cuda
 from stagecoach.kernels.attn_res import reference as mixture_reference
 from stagecoach.kernels.norm import cuda as norm_cuda
 from stagecoach.kernels.norm import reference as norm_reference
+from tests.compiling_process import run_compiling
 
 EPS = 1e-5
 
@@ -160,16 +158,7 @@ compile_for_hopper(
 
 
 def test_the_kernels_compile_for_hopper_in_bfloat16() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiling("-c", _COMPILE)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8])

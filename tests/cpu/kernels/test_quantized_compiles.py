@@ -1,10 +1,8 @@
 """The kernels of quantised weights compile for Hopper in bfloat16, as they are launched."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.compiling_process import run_compiling
 
 pytest.importorskip("triton")
 
@@ -67,20 +65,11 @@ ptx = compile_for_hopper(
 assert ptx.rindex("cache_hint.v4") < ptx.index("griddepcontrol.wait"), "weights before the wait"
 ptx = compile_for_hopper(
     quantize_rows_kernel, 4, {"out_ptr": "*fp8e4nv"}, BLOCK_I=2048, IS_WHOLE=True,
-    STARTS_LATE=False, IS_DEPENDENT=True,
+    IS_DEPENDENT=True,
 )
 assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "div.rn.f32" in ptx
 """
 
 
 def test_the_kernels_compile_for_hopper_in_bfloat16() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_compiling("-c", _COMPILE)

@@ -1,9 +1,5 @@
 """The choice of tokens and the count of drafts, as a device's kernels make them, interpreted."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
@@ -21,6 +17,7 @@ from stagecoach.runner.sampler import choose_tokens
 from stagecoach.runner.sampling_table import SamplingTable
 from stagecoach.schedule.step_plan import SamplingEntry
 from stagecoach.schedule.verify_window import VerifyWindow
+from tests.compiling_process import run_compiling
 from tests.cpu.kernels.sampling_cases import (
     TEMPERATURES,
     assert_same,
@@ -261,13 +258,4 @@ for name in ("scan_kernel", "draw_kernel", "reduce_kernel", "count_accepted_kern
 
 
 def test_kernels_compile_for_hopper() -> None:
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    assert len(run_compiling("-c", _COMPILE).stdout.splitlines()) == 4

@@ -500,6 +500,8 @@ def test_an_index_and_a_shard_that_disagree(folder: Path) -> None:
         (b'{"weight_map": 3}', "weight_map must map names of tensors to files"),
         (b'{"weight_map": {"a": 1}}', "weight_map must map names of tensors to files"),
         (b'{"weight_map": {}}', "weight_map names no tensor"),
+        (b'{"weight_map": {"a": "../x"}}', "weight_map places a in '../x', outside the folder"),
+        (b'{"weight_map": {"a": "/x"}}', "weight_map places a in '/x', outside the folder"),
     ],
 )
 def test_an_unreadable_index(folder: Path, content: bytes, message: str) -> None:

@@ -1,14 +1,11 @@
 """Messages through peer memory, in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from stagecoach.pipeline import peer_links
 from stagecoach.pipeline.peer_links import HopReceiver, HopSender, RegionLayout, takes_hop
+from tests.compiling_process import run_compiling
 from tests.peer_regions import Regions, Stage
 
 pytestmark = pytest.mark.cpu
@@ -205,13 +202,4 @@ print("compiled")
 
 
 def test_the_kernels_compile_for_hopper_with_wide_stores() -> None:
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout.strip() == "compiled", done.stderr
+    assert run_compiling("-c", _COMPILE).stdout.strip() == "compiled"

@@ -173,6 +173,17 @@ def test_stages_are_sums_of_layers() -> None:
         assert sum(parts) == whole
 
 
+def test_patterns_that_name_one_layer_count_for_that_layer() -> None:
+    options: dict[str, Any] = {"online_quantization": "ptpc_fp8"}
+    config = resolved(**options, online_quantization_include=("*.layers.3.self_attn.*",))
+    (whole,) = make_stages([9])
+    (runner,) = loaded_workers(config)
+    assert runner._pass is not None
+    counted = Footprints(config).stage_bytes(whole).parameters
+    assert counted == runner._pass._model.num_parameter_bytes
+    assert counted < Footprints(resolved()).stage_bytes(whole).parameters
+
+
 def test_on_a_gpu_the_parts_of_routers_are_counted() -> None:
     root = kimi_k3_config(TinyShape())
     text = root["text_config"]

@@ -272,3 +272,10 @@ def test_another_gpu_has_less_and_is_scaled() -> None:
 def test_refused_combinations_stay_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor-parallel-size=5"):
         plan_of("kimi-k3", tensor_parallel_size=5)
+
+
+def test_patterns_of_what_is_never_quantised_are_refused() -> None:
+    options: dict[str, Any] = {"online_quantization": "ptpc_fp8"}
+    with pytest.raises(ConfigError, match=r"include: the pattern 'lm_head\.\*' matches none of"):
+        plan_of("kimi-linear-48b", **options, online_quantization_include=("lm_head.*",))
+    plan_of("kimi-linear-48b", **options, online_quantization_include=("*.layers.26.*",))

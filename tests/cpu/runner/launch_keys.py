@@ -22,7 +22,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from stagecoach.config.engine import ResolvedConfig
-from stagecoach.kernels import dependent_launch, nvrtc
+from stagecoach.kernels import dependent_launch, nvrtc, tensor_map
 from stagecoach.model.weight_slots import WeightKind, WeightScope
 from stagecoach.pipeline.thread_links import ThreadMesh
 from stagecoach.pipeline.topology import Topology
@@ -80,7 +80,7 @@ class CudaKernel:
         self._name = name
         self._key = f"{source.name} {definitions}"
 
-    def launch(self, *_: object) -> None:
+    def launch(self, *_: object, **__: object) -> None:
         met[self._name].add(self._key)
 
 
@@ -106,6 +106,7 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     nvrtc.is_available = lambda: True
     nvrtc.load_kernel = CudaKernel
+    tensor_map._encode = lambda *_: tensor_map.TensorMap()
     WeightScope.matrix = row_major
     dependent_launch.is_enabled = False
     torch.Tensor.is_cuda = property(lambda tensor: True)

@@ -79,12 +79,16 @@ inline void multiply_add(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, u
     meet_in_warp();
 }
 
+inline void let_next_start() {}
+inline void wait_for_earlier() {}
+
 inline uint4 load_once(const unsigned char *address) {
     uint4 x;
     std::memcpy(&x, address, sizeof x);
     return x;
 }
 
+inline int load_index(const int *address) { return *address; }
 inline unsigned load_byte(const unsigned char *address) { return *address; }
 inline unsigned low_halves(unsigned a, unsigned b) { return (a & 0xffff) | b << 16; }
 inline unsigned high_halves(unsigned a, unsigned b) { return a >> 16 | (b & 0xffff0000u); }

@@ -42,7 +42,6 @@ struct alignas(8) uint2 {
 };
 
 inline descriptor from_halves(unsigned low, unsigned high) { return low | (descriptor)high << 32; }
-inline int of_warp(int x) { return x; }
 inline int known_here(int x) { return x; }
 inline int load_again(const int *address) { return *address; }
 
