@@ -247,7 +247,7 @@ class _Checkup:
         if largest.num_bytes > self._most_bytes:
             raise CheckSkippedError(
                 f"{largest.name} alone takes {_gigabytes(largest.num_bytes)} of memory, and "
-                f"{_gigabytes(self._most_bytes)} may be used"
+                f"{_gigabytes(self._most_bytes)} may be used (--memory-gib, --dtype bfloat16)"
             )
         self._tell_plan(groups, largest)
         fits = len(groups) == len(config.partition)
