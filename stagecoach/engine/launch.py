@@ -263,6 +263,8 @@ class ProcessEngine:
         self._children.stop(0.0)
         if self._head is not None:
             self._head.end(str(failure), wait_seconds=_MEMBER_SECONDS)
+        # Who has this engine may be killed before it asks for a stop.
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _describe(endings: Sequence[Ending], first_ended: Sequence[str]) -> str:

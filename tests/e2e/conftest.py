@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from stagecoach import LLM
+from stagecoach.engine.child_processes import apart_from_caller
 from tests.e2e.server_process import ServerProcess, serving
 from tests.small_engine import write_small_draft, write_small_model
 
@@ -31,8 +32,10 @@ def servers() -> None:
     """What Python itself keeps running beside engines: started now, so that it is no news."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stagecoach.engine.worker"])
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
+    # As an engine does it: what forks from it is the engine's to end.
+    with apart_from_caller():
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
