@@ -56,7 +56,7 @@ def find_or_compile(source: Path, architecture: str, definitions: Mapping[str, i
     """`compile_cubin`, or what it made of the same text at an earlier start."""
     from stagecoach.kernels import kernel_cache
 
-    headers = sorted(source.parent.glob("*.cuh"))
+    headers = _headers_of(source)
     version = _value(_bindings().nvrtc.nvrtcVersion())
     name = kernel_cache.digest(
         [
@@ -76,7 +76,7 @@ def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int
     """Machine code of a source; needs no GPU.
 
     Args:
-        source: a `.cu` file; it may include the `.cuh` files beside it.
+        source: a `.cu` file; it may include the `.cuh` files beside it and beside this module.
         architecture: as of `sm_90a`.
         definitions: macros and their values.
 
@@ -85,7 +85,7 @@ def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int
     """
     nvrtc = _bindings().nvrtc
     text = source.read_bytes()
-    headers = sorted(source.parent.glob("*.cuh"))
+    headers = _headers_of(source)
     program = _value(
         nvrtc.nvrtcCreateProgram(
             text,
@@ -110,6 +110,10 @@ def compile_cubin(source: Path, architecture: str, definitions: Mapping[str, int
     _value(nvrtc.nvrtcGetCUBIN(program, cubin))
     _value(nvrtc.nvrtcDestroyProgram(program))
     return cubin
+
+
+def _headers_of(source: Path) -> list[Path]:
+    return sorted([*source.parent.glob("*.cuh"), *Path(__file__).parent.glob("*.cuh")])
 
 
 class CudaKernel:

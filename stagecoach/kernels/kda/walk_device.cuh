@@ -2,32 +2,8 @@
 // part of a block, and registers that go from warpgroup to warpgroup.
 #pragma once
 
+#include "hopper.cuh"
 #include "window_device.cuh"
-
-__device__ __forceinline__ unsigned address_of(const void *shared) {
-    return (unsigned)__cvta_generic_to_shared(shared);
-}
-
-__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
-                 : "memory");
-}
-
-// Makes initialised barriers known to the copy engine.
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(unsigned long long *barrier, int num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     address_of(barrier)),
-                 "r"(num_bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
-}
 
 // By the copy engine, in one piece.
 __device__ __forceinline__ void copy_bulk(void *target, const void *source, int num_bytes,
@@ -37,11 +13,6 @@ __device__ __forceinline__ void copy_bulk(void *target, const void *source, int 
             "r"(address_of(target)),
         "l"(source), "r"(num_bytes), "r"(address_of(barrier))
         : "memory");
-}
-
-// Shared memory written by ordinary stores is seen by the copy engine.
-__device__ __forceinline__ void publish_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // What goes through the L2 cache once is the first to leave it.
@@ -75,29 +46,6 @@ __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// A wait for a barrier gives up after so many tries of so many nanoseconds.
-constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
-
-__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
-    // A copy that never comes is an error, not a wait without end.
-    asm volatile(
-        "{\n"
-        ".reg .pred passed, goes_on;\n"
-        ".reg .u32 tries;\n"
-        "mov.u32 tries, 0;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
-        "@passed bra done;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 goes_on, tries, %3;\n"
-        "@goes_on bra again;\n"
-        "trap;\n"
-        "done:\n"
-        "}" ::"r"(address_of(barrier)),
-        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
-        : "memory");
-}
-
 // Waits until NUM_THREADS threads have come to, or passed, the meeting.
 template <int NUM_THREADS>
 __device__ __forceinline__ void meet(int meeting) {
@@ -107,17 +55,6 @@ __device__ __forceinline__ void meet(int meeting) {
 template <int NUM_THREADS>
 __device__ __forceinline__ void pass(int meeting) {
     asm volatile("bar.arrive %0, %1;" ::"r"(meeting), "n"(NUM_THREADS) : "memory");
-}
-
-// Registers of a thread from here on, for all of a warpgroup.
-template <int COUNT>
-__device__ __forceinline__ void shrink_to_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-template <int COUNT>
-__device__ __forceinline__ void grow_to_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 __device__ __forceinline__ float2 &pair_at(float *address) {

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "hopper.cuh"
+
 typedef unsigned short bfloat16;
 typedef unsigned long long descriptor;
 
@@ -12,52 +14,9 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// A wait for a barrier gives up after so many tries of so many nanoseconds.
-constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
-
-__device__ __forceinline__ unsigned address_of(const void *shared) {
-    return (unsigned)__cvta_generic_to_shared(shared);
-}
-
 __device__ __forceinline__ unsigned char *shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
     return memory;
-}
-
-__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(unsigned long long *barrier, int num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     address_of(barrier)),
-                 "r"(num_bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
-    // A copy that never comes is an error, not a wait without end.
-    asm volatile(
-        "{\n"
-        ".reg .pred passed, goes_on;\n"
-        ".reg .u32 tries;\n"
-        "mov.u32 tries, 0;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
-        "@passed bra done;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 goes_on, tries, %3;\n"
-        "@goes_on bra again;\n"
-        "trap;\n"
-        "done:\n"
-        "}" ::"r"(address_of(barrier)),
-        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
-        : "memory");
 }
 
 __device__ __forceinline__ void fetch_map(const TensorMap *map) {
@@ -72,16 +31,6 @@ __device__ __forceinline__ void copy_box(void *target, const TensorMap *map, int
         "[%0], [%1, {%2, %3}], [%4];" ::"r"(address_of(target)),
         "l"(map), "r"(column), "r"(row), "r"(address_of(barrier))
         : "memory");
-}
-
-// Shared memory written by ordinary stores is seen by the matrix units.
-__device__ __forceinline__ void publish_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Makes initialised barriers known to the copy engine.
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // --- The stream: what is launched behind may start; what was launched before has ended.

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "hopper.cuh"
+
 typedef unsigned short bfloat16;
 typedef unsigned long long descriptor;
 
@@ -25,56 +27,10 @@ __device__ __forceinline__ int load_again(const int *address) {
     return x;
 }
 
-// A wait for a barrier gives up after so many tries of so many nanoseconds.
-constexpr int WAIT_NS = 1000, MOST_WAITS = 4000000;
-
-__device__ __forceinline__ unsigned address_of(const void *shared) {
-    return (unsigned)__cvta_generic_to_shared(shared);
-}
-
-__device__ __forceinline__ void barrier_init(unsigned long long *barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of(barrier)), "r"(count)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(unsigned long long *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(barrier)) : "memory");
-}
-
 // Arrives as soon as all copies are complete that this thread began.
 __device__ __forceinline__ void barrier_arrive_behind_copies(unsigned long long *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address_of(barrier))
                  : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int parity) {
-    // A copy that never comes is an error, not a wait without end.
-    asm volatile(
-        "{\n"
-        ".reg .pred passed, goes_on;\n"
-        ".reg .u32 tries;\n"
-        "mov.u32 tries, 0;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 passed, [%0], %1, %2;\n"
-        "@passed bra done;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 goes_on, tries, %3;\n"
-        "@goes_on bra again;\n"
-        "trap;\n"
-        "done:\n"
-        "}" ::"r"(address_of(barrier)),
-        "r"(parity), "n"(WAIT_NS), "n"(MOST_WAITS)
-        : "memory");
-}
-
-// Makes initialised barriers known to all.
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// What copies wrote to shared memory is seen by the matrix units.
-__device__ __forceinline__ void publish_shared() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void copy_16_bytes(unsigned target, const void *source) {
@@ -94,17 +50,6 @@ __device__ __forceinline__ void copy_4_bytes(unsigned target, const void *source
 
 // Until all copies are complete that this thread began.
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Registers of a thread from here on, for all of a warpgroup.
-template <int COUNT>
-__device__ __forceinline__ void shrink_to_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-template <int COUNT>
-__device__ __forceinline__ void grow_to_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
 
 template <int NUM_THREADS>
 __device__ __forceinline__ void meet() {

@@ -48,7 +48,8 @@ def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if compiler is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("product")
-    shutil.copy(_HOST_DEVICE, folder)
+    for header in (_HOST_DEVICE, _HOST_DEVICE.with_name("host.cuh")):
+        shutil.copy(header, folder)
     source, library = folder / "product.cpp", folder / "product.so"
     source.write_text(_SOURCE.read_text() + _LAUNCH)
     options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread"]

@@ -49,7 +49,8 @@ def on_host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if compiler is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("window")
-    for header in (_HOST_DEVICE, _SOURCE.with_name("window_tiles.cuh")):
+    own, host = _SOURCE.with_name("window_tiles.cuh"), _HOST_DEVICE.with_name("host.cuh")
+    for header in (_HOST_DEVICE, host, own):
         shutil.copy(header, folder)
     source, library = folder / "window.cpp", folder / "window.so"
     source.write_text(_SOURCE.read_text() + _LAUNCH)

@@ -55,7 +55,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDL
     if compiler is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("mxfp4_many")
-    shutil.copy(_HOST_DEVICE, folder)
+    for header in (_HOST_DEVICE, _HOST_DEVICE.with_name("host.cuh")):
+        shutil.copy(header, folder)
     shutil.copy(_SOURCE.with_name("mxfp4_values.cuh"), folder)
     source = folder / "mxfp4_many.cpp"
     source.write_text(_SOURCE.read_text() + _LAUNCH)

@@ -3,47 +3,18 @@
 
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <memory>
-#include <thread>
-#include <tuple>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
-
-using std::max;
-using std::min;
-
-typedef unsigned short bfloat16;
-typedef unsigned long long descriptor;
+#include "host.cuh"
 
 struct Place {
     int x;
 };
 thread_local Place threadIdx, blockIdx;
 
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
-struct alignas(8) uint2 {
-    unsigned x, y;
-};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // Here the words are the matrix' address, its rows, its columns and the bytes of a row.
 struct alignas(64) TensorMap {
@@ -51,7 +22,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int MEMORY_BYTES = 227 * 1024, MOST_BLOCKS = 8;
-constexpr int WARPS = 16, LANES = 32;
+constexpr int WARPS = 16;
 
 struct Block {
     alignas(1024) unsigned char memory[MEMORY_BYTES];

@@ -3,26 +3,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <barrier>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __shared__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __align__(bytes)
-
-using std::max;
-using std::min;
-
-typedef unsigned short bfloat16;
+#include "host.cuh"
 
 struct Place {
     int x, y;
@@ -30,12 +11,7 @@ struct Place {
 thread_local Place threadIdx;
 Place blockIdx;
 
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-
-constexpr int HOST_WARPS = NUM_WARPS, LANES = 32;
+constexpr int HOST_WARPS = NUM_WARPS;
 alignas(16) unsigned char memory[227 * 1024];
 std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[HOST_WARPS];
 unsigned operands_of[HOST_WARPS][LANES][6];

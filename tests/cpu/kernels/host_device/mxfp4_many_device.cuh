@@ -3,30 +3,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <memory>
-#include <thread>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __shared__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __align__(bytes)
-
-using std::max;
-using std::min;
-
-typedef unsigned short bfloat16;
-typedef unsigned long long descriptor;
+#include "host.cuh"
 
 struct Index {
     int x;
@@ -34,18 +11,11 @@ struct Index {
 thread_local Index threadIdx;
 Index blockIdx, gridDim;
 
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-struct alignas(8) uint2 {
-    unsigned x, y;
-};
-
 inline descriptor from_halves(unsigned low, unsigned high) { return low | (descriptor)high << 32; }
 inline int known_here(int x) { return x; }
 inline int load_again(const int *address) { return *address; }
 
-constexpr int WARPS = 20, LANES = 32;
+constexpr int WARPS = 20;
 alignas(1024) unsigned char memory[227 * 1024];
 
 std::unique_ptr<std::barrier<>> block_barrier, named_barrier, warp_barriers[WARPS];

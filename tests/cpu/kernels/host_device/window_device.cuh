@@ -3,30 +3,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <memory>
-#include <thread>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __shared__
-#define __forceinline__ inline
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __align__(bytes)
-
-using std::max;
-using std::min;
-
-typedef unsigned short bfloat16;
-typedef unsigned long long descriptor;
+#include "host.cuh"
 
 struct Place {
     int x;
@@ -34,16 +11,9 @@ struct Place {
 thread_local Place threadIdx;
 Place blockIdx;
 
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-struct alignas(8) uint2 {
-    unsigned x, y;
-};
 struct alignas(8) float2 {
     float x, y;
 };
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // Here the first two words are the matrix' address and the bytes of a row.
 struct alignas(64) TensorMap {
@@ -51,7 +21,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int MEMORY_BYTES = 227 * 1024;
-constexpr int WARPS = 16, LANES = 32;
+constexpr int WARPS = 16;
 alignas(1024) unsigned char memory[MEMORY_BYTES];
 
 std::unique_ptr<std::barrier<>> block_barrier, named_barrier, warp_barriers[WARPS];
